@@ -1,0 +1,287 @@
+"""`accumulate`: the gradient of a loss over the global batch, in microbatches, every term exactly weighted.
+
+A loss is sums. `loss(params, batch, ctx) -> (terms, stats)` gives each term's *unsummed* items; its weight (unmasked tokens,
+sequences, …) is known from the batch alone. The value is
+
+    Σ over terms: coefficient · Σ items ÷ Σ weight          (sums over the global batch; a weight of 0 gives 0)
+
+whatever the number of microbatches and ranks, however unequal they are. (The mean over ranks of a mean over local tokens is not
+that, and its gradients are wrong for unequal masks: a bug that several frameworks have shipped.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmegatron.context import Ctx
+from fmegatron.errors import UserError
+from fmegatron.grad import Trainable, as_at_rest, cut, higher_order, scalar, to_local, trainable_leaves
+from fmegatron.sharding import Sharding
+from fmegatron.tree import detached, is_float, is_tensor, leaves, like, named, tensors, tree_map
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of a loss: its unsummed items and their dims, e.g. Term(per_token, "batch seq").
+
+    weight: in a loss of this term alone, what its sum is divided by, instead of a function `weights`: items of the same dims, such as the
+        mask. Among `stats`, dims may keep some: Term(load, "batch seq expert -> expert").
+    """
+
+    items: torch.Tensor
+    dims: str = ""
+    weight: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a term's sum is divided by: Weight(mask, "batch seq"); and the term's coefficient in the loss.
+
+    With dims "" a number or a 0-d tensor is the weight of the whole global batch as it stands.
+    """
+
+    items: torch.Tensor | float
+    dims: str = ""
+    coefficient: float = 1.0
+
+
+def accumulate(
+    loss: Callable,
+    microbatches: int = 1,
+    *,
+    weights: Callable[[Any], Mapping[str, Weight]] | None = None,
+    trainable: Trainable = None,
+    dtype: torch.dtype = torch.float32,
+    enter: Callable[[Any], Any] | None = None,
+    leave: Callable[[Any], Any] | None = None,
+) -> Callable:
+    """f(params, batch, ctx=Ctx()) -> ((total, metrics), gradients) of `loss(params, batch, ctx) -> (terms, stats)`.
+
+    loss: terms is a dict of `Term`s, or one Term; stats is a tree of further tensors or Terms (or None), summed over the batch.
+    microbatches: into how many parts each rank cuts its rows (the first dim of every tensor of the batch), as evenly as they go.
+    weights: weights(batch) -> {name: Weight} with a Weight for every term; it is called once, on the batch as this rank holds it. May be
+        left out for a loss of one term that has a `weight` of its own.
+    trainable: as for `value_and_grad`.
+    dtype: gradients are accumulated in this type or their own, whichever is wider; so is what comes back.
+    enter, leave: how parameters are gathered once before the first microbatch, and gradients reduced once behind the last
+        one (ZeRO-1 and -2). Functions of a tree; the second is the transpose of the first.
+
+    metrics: {"terms": {name: mean}, "sums": …, "weights": …, "stats": …} of the global batch, without gradients. With a key in ctx,
+    ctx.rows tells every microbatch the global indices of its rows, so that dropout masks do not depend on the cut.
+
+    Gradients are added in place as the backward makes them: memory holds one set of them. Inside a torch.func transform they can be
+    differentiated again. Leaves at rest (DTensors) are unwrapped and gradients placed as by `value_and_grad`. Raises UserError for a batch
+    with fewer rows than microbatches, and for terms that disagree with their weights.
+    """
+    if microbatches < 1:
+        raise UserError(f"microbatches={microbatches} must be at least 1")
+
+    def run(params: Any, batch: Any, ctx: Ctx | None = None) -> tuple[tuple[torch.Tensor, dict[str, Any]], Any]:
+        ctx = Ctx() if ctx is None else ctx
+        wanted, at_rest, batch = trainable_leaves(params, trainable), params, to_local(batch)
+        params = to_local(params)
+        composable = higher_order((params, batch))
+        if enter is not None:
+            params = enter(params)
+        parts = cut_batch(batch, with_rows(ctx, batch), microbatches)
+        known = None if weights is None else dict(weights(batch))
+        scale = None if known is None else scales(known, ctx.sh)
+        add_up = _add_by_torch_func if composable else _add_in_place
+        sums, grads = _Sums(), [None] * len(wanted)
+        for part, part_ctx in parts:
+
+            def of(p: Any, part: Any = part, part_ctx: Ctx = part_ctx) -> tuple[torch.Tensor, dict[str, Any]]:
+                terms, stats = loss(p, part, part_ctx)
+                return evaluate(terms, stats, known, scale, ctx.sh)
+
+            aux = add_up(of, params, wanted, grads, dtype)
+            sums.add(aux)
+        total, metrics, factor = sums.finish(known, scale)
+        if factor is not None:
+            grads = [g if g is None else g * factor.to(g.dtype) if composable else g.mul_(factor.to(g.dtype)) for g in grads]
+        if leave is not None:
+            grads = leaves(leave(like(params, grads)))
+        return (total, metrics), as_at_rest(grads, at_rest)
+
+    return run
+
+
+def scales(weights: Mapping[str, Weight], sh: Sharding) -> dict[str, tuple[torch.Tensor | float, torch.Tensor | float]]:
+    """{name: (weight of the global batch, by what the term's sum is multiplied: coefficient ÷ weight, or 0)}; needs no forward."""
+    found = {}
+    for name, w in weights.items():
+        total = summed(w.items, w.dims, sh) if is_tensor(w.items) else w.items
+        found[name] = total, reciprocal(total) * w.coefficient
+    return found
+
+
+def reciprocal(w: Any) -> Any:
+    """1 ÷ w, in float64; 0 for a weight of 0."""
+    if not is_tensor(w):
+        return 1.0 / w if w else 0.0
+    w = w.detach().double()
+    return torch.where(w == 0, 0.0, 1.0 / torch.where(w == 0, 1.0, w))
+
+
+def summed(items: torch.Tensor, dims: str, sh: Sharding) -> torch.Tensor:
+    """The sum of items over all ranks and all dims, or all but those behind an arrow in `dims`. A mask of bools is counted."""
+    if items.dtype == torch.bool:
+        items = items.long()
+    if not dims and not items.dim():
+        return items
+    return sh.sum(items, dims if "->" in dims else f"{dims} ->")
+
+
+def evaluate(terms: Any, stats: Any, known: Mapping[str, Weight] | None, scale: Any, sh: Sharding) -> tuple[torch.Tensor, dict[str, Any]]:
+    """(what to differentiate, sums) of one microbatch."""
+    if isinstance(terms, Term):
+        terms = {next(iter(known)) if known and len(known) == 1 else "loss": terms}
+    if not isinstance(terms, Mapping) or not terms or not all(isinstance(t, Term) for t in terms.values()):
+        raise UserError(f"a loss must return (terms, stats) with terms a Term or a dict of Terms, not {type(terms).__name__}")
+    sums = {name: summed(t.items, t.dims, sh) for name, t in terms.items()}
+    aux = {"sums": sums, "stats": tree_map(lambda t: summed(t.items, t.dims, sh) if isinstance(t, Term) else t, stats)}
+    if known is None:
+        (term,) = terms.values() if len(terms) == 1 else (None,)
+        if term is None or term.weight is None:
+            raise UserError(
+                f"a loss with the terms {', '.join(terms)} needs weights=…, a function of the batch that gives each term's Weight "
+                "(only a loss of one Term with a weight of its own can do without)"
+            )
+        aux["weight"] = summed(term.weight, term.dims, sh)
+        value = next(iter(sums.values()))
+    else:
+        if terms.keys() != known.keys():
+            raise UserError(f"the loss has the terms {', '.join(sorted(terms))}, but weights(batch) gives {', '.join(sorted(known))}")
+        parts = [s * as_factor(scale[name][1], s) for name, s in sums.items()]
+        value = sum(parts[1:], start=parts[0])
+    return scalar(value), aux
+
+
+def as_factor(c: torch.Tensor | float, of: torch.Tensor) -> Any:
+    """A 0-d factor in the dtype of what it multiplies."""
+    return c.to(of.dtype) if is_tensor(c) else c
+
+
+class _Sums:
+    """Sums over microbatches, and what they give in the end."""
+
+    def __init__(self) -> None:
+        self.total: dict[str, Any] | None = None
+
+    def add(self, aux: dict[str, Any]) -> None:
+        if self.total is None:
+            self.total = aux
+            return
+        pairs = zip(leaves(self.total), leaves(aux), strict=True)
+        self.total = like(aux, [a + b if is_tensor(a) else b for a, b in pairs])
+
+    def finish(self, known: Mapping[str, Weight] | None, scale: Any) -> tuple[torch.Tensor, dict[str, Any], Any]:
+        """(value of the loss, metrics, by what the gradients are still to be multiplied)."""
+        assert self.total is not None
+        sums, factor = self.total["sums"], None
+        if known is None:
+            (name,) = sums
+            weight = self.total["weight"]
+            factor = reciprocal(weight)
+            scale, coefficient = {name: (weight, factor)}, {name: 1.0}
+        else:
+            coefficient = {name: w.coefficient for name, w in known.items()}
+        parts = [s * as_factor(scale[name][1], s) for name, s in sums.items()]
+        means = {name: s * as_factor(reciprocal(scale[name][0]), s) for name, s in sums.items()}
+        metrics = {"terms": means, "sums": sums, "weights": {name: scale[name][0] for name in sums}, "stats": self.total["stats"]}
+        metrics["coefficients"] = coefficient
+        return sum(parts[1:], start=parts[0]), metrics, factor
+
+
+def _add_in_place(of: Callable, params: Any, wanted: list[bool], grads: list[Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Adds of's gradients to `grads`, each leaf's as soon as the backward has it."""
+    flat = [cut([t])[0] if w else t.detach() if is_tensor(t) else t for t, w in zip(leaves(params), wanted, strict=True)]
+    with torch.enable_grad():
+        value, aux = of(like(params, flat))
+
+    def take(i: int) -> Callable:
+        def hook(leaf: torch.Tensor) -> None:
+            g, leaf.grad = leaf.grad, None
+            assert g is not None
+            wide = torch.promote_types(g.dtype, dtype)
+            if grads[i] is None:
+                grads[i] = g.to(wide)
+            else:
+                grads[i].add_(g)
+
+        return hook
+
+    for i, leaf in enumerate(flat):
+        if wanted[i]:
+            leaf.register_post_accumulate_grad_hook(take(i))
+    inputs = [leaf for leaf, w in zip(flat, wanted, strict=True) if w]
+    if value.requires_grad and inputs:
+        torch.autograd.backward(value, inputs=inputs)
+    for i, leaf in enumerate(flat):
+        if wanted[i] and grads[i] is None:  # the loss does not use it
+            grads[i] = torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, dtype), requires_grad=False)
+    return detached(aux)
+
+
+def _add_by_torch_func(of: Callable, params: Any, wanted: list[bool], grads: list[Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The same where the gradients may be differentiated again: nothing in place."""
+    flat = leaves(params)
+    builder: list[Callable] = []
+
+    def flat_of(some: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        new = iter(some)
+        value, aux = of(like(params, [next(new) if w else t for t, w in zip(flat, wanted, strict=True)]))
+        aux, build = tensors(aux)
+        builder.append(build)
+        return value, aux
+
+    got, aux = torch.func.grad(flat_of, has_aux=True)([t for t, w in zip(flat, wanted, strict=True) if w])
+    found = iter(got)
+    for i, w in enumerate(wanted):
+        if w:
+            g = next(found)
+            g = g.to(torch.promote_types(g.dtype, dtype))
+            grads[i] = g if grads[i] is None else grads[i] + g
+    return builder[0](aux)
+
+
+def with_rows(ctx: Ctx, batch: Any) -> Ctx:
+    """ctx with the global indices of this rank's rows, where random numbers need them."""
+    rows = row_count(batch)
+    if ctx.key is None or ctx.rows is not None or rows is None:
+        return ctx
+    sh = ctx.sh
+    n = rows * math.prod(sh.mesh.sizes[a] for a in sh.axes("batch")) if sh.mesh is not None else rows
+    device = next(t.device for t in leaves(batch) if is_tensor(t) and t.dim())
+    return ctx.replace(rows=sh.index("batch", n, device=device))
+
+
+def row_count(batch: Any) -> int | None:
+    """How many rows a batch has here: the first dim that all its tensors share.
+
+    Raises UserError where they differ.
+    """
+    sizes = {path: t.shape[0] for path, t in named(batch).items() if is_tensor(t) and t.dim()}
+    if len(set(sizes.values())) > 1:
+        shown = ", ".join(f"{path}: {n}" for path, n in sizes.items())
+        raise UserError(f"the batch's tensors differ in their first dim, its rows ({shown}): put what is no row-wise data in ctx.extras")
+    return next(iter(sizes.values()), None)
+
+
+def cut_batch(batch: Any, ctx: Ctx, n: int) -> list[tuple[Any, Ctx]]:
+    """The n microbatches of what this rank holds, each with its context. 0-d tensors and other leaves go to all of them."""
+    if n == 1:
+        return [(batch, ctx)]
+    rows = row_count(batch)
+    if rows is None or rows < n:
+        raise UserError(f"microbatches={n} needs at least as many rows of the batch on every rank, which holds {rows or 0}: use fewer")
+
+    def part(t: Any, i: int) -> Any:
+        return torch.tensor_split(t, n)[i] if is_tensor(t) and t.dim() else t
+
+    return [(tree_map(lambda t, i=i: part(t, i), batch), ctx.replace(rows=part(ctx.rows, i))) for i in range(n)]

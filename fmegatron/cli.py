@@ -1,0 +1,133 @@
+"""The command line: `fmegatron train | generate | export | preprocess | describe`.
+
+Only the settings are imported here; a command's own module, and torch, is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fmegatron import config as settings
+from fmegatron.config import ExportConfig, GenerateConfig, PreprocessConfig, TrainConfig, nearest_name
+from fmegatron.errors import UserError
+from fmegatron.launch import launch, report_error
+
+C = TypeVar("C")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and give its exit code: 0 done, 2 bad input (one line on standard error), else a crash."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    command, rest = arguments[0], arguments[1:]
+    try:
+        if command not in COMMANDS:
+            raise UserError(f"unknown command {command!r}; did you mean {nearest_name(command, list(COMMANDS))!r}?")
+        return COMMANDS[command](rest) or 0
+    except KeyboardInterrupt:
+        print("fmegatron: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        return report_error(error)
+
+
+def train(arguments: Sequence[str]) -> int | None:
+    """Train a language model."""
+    config = parse_train(arguments)
+    if config.nproc > 1 and "RANK" not in os.environ:
+        return launch([sys.executable, "-m", "fmegatron", "train", *arguments], config.nproc)
+    from fmegatron.train import run
+
+    return run(config)
+
+
+def describe(arguments: Sequence[str]) -> int | None:
+    """Show the parameters, sizes and layout that `train` with the same arguments would have."""
+    config = parse_train(arguments, command="describe")
+    from fmegatron.train import describe
+
+    return describe(config)
+
+
+def generate(arguments: Sequence[str]) -> int | None:
+    """Continue prompts with a trained model."""
+    config = parse(GenerateConfig, "generate", arguments)
+    from fmegatron.generate import run
+
+    return run(config)
+
+
+def export(arguments: Sequence[str]) -> int | None:
+    """Write a checkpoint in another format, such as Hugging Face's."""
+    config = parse(ExportConfig, "export", arguments)
+    from fmegatron.export import run
+
+    return run(config)
+
+
+def preprocess(arguments: Sequence[str]) -> int | None:
+    """Turn JSONL into Megatron-format .bin and .idx files."""
+    config = parse(PreprocessConfig, "preprocess", arguments)
+    from fmegatron.data.preprocess import preprocess
+
+    stats = preprocess(
+        config.data,
+        config.out,
+        config.tokenizer,
+        key=config.text_key,
+        append_eod=config.append_eod,
+        workers=config.workers,
+    )
+    print(
+        f"{stats.documents:,} documents, {stats.tokens:,} tokens in {stats.seconds:.1f} s: {stats.prefix}.bin and .idx"
+    )
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
+    "train": train,
+    "generate": generate,
+    "export": export,
+    "preprocess": preprocess,
+    "describe": describe,
+}
+
+
+def parse_train(arguments: Sequence[str], *, command: str = "train") -> TrainConfig:
+    """The settings of `train`: defaults, then the TOML file of --config, then the flags.
+
+    `config` is None in the result: what the file said is in the other fields.
+
+    Raises UserError for a bad file or a meaningless number; a bad flag exits with code 2 and a message.
+    """
+    path = parse(TrainConfig, command, arguments).config  # all flags are checked, and --help answered, before the file
+    default = settings.load_config(TrainConfig, path) if path is not None else TrainConfig()
+    config = dataclasses.replace(parse(TrainConfig, command, arguments, default=default), config=None)
+    settings.check_config(config)
+    return config
+
+
+def parse(cls: type[C], command: str, arguments: Sequence[str], *, default: C | None = None) -> C:
+    """A config from flags. A bad flag exits with code 2; of several ranks only the first says why."""
+    import tyro
+
+    options: dict[str, Any] = {} if default is None else {"default": default}
+    return tyro.cli(
+        cls,
+        prog=f"fmegatron {command}",
+        args=list(arguments),
+        console_outputs=os.environ.get("RANK", "0") == "0",
+        **options,
+    )
+
+
+def _usage() -> str:
+    lines = ["usage: fmegatron COMMAND [flags]    (fmegatron COMMAND --help lists a command's flags)", ""]
+    lines += [f"  {name:<12}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    return "\n".join(lines)

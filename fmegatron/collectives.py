@@ -1,0 +1,202 @@
+"""The arrows of `sh`: what a value costs to go from one layout to another, forward and backward.
+
+A layout gives a value one type per mesh axis: S (Shard of a dim), P (Partial: a summand), R (Replicate: equal on all ranks, read
+by work that differs along the axis) or I (Invariant: equal, used alike). Gradients have the dual type: S with S, P with R,
+I with I. So the backward of every arrow is its *dual* arrow, and calls the same primitive: second derivatives are right.
+
+    forward        cost             backward
+    S -> R         all-gather       reduce-scatter
+    S -> I         all-gather       slice
+    I -> S         slice            all-gather
+    I -> R         nothing          all-reduce
+    P -> I         all-reduce       nothing
+    P -> R         all-reduce       all-reduce
+    P -> S         reduce-scatter   all-gather
+    S -> S'        all-to-all       all-to-all
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch.distributed.tensor import DTensor
+
+from fmegatron.errors import ShardingError, UserError
+from fmegatron.function import apply_function
+from fmegatron.mesh import Mesh
+from fmegatron.simulation import lift
+
+DUAL = {
+    "S>R": "P>S",
+    "P>S": "S>R",
+    "S>I": "I>S",
+    "I>S": "S>I",
+    "I>R": "P>I",
+    "P>I": "I>R",
+    "P>R": "P>R",
+    "S>S": "S>S",
+}
+
+COST = {
+    "S>R": "all-gather",
+    "S>I": "all-gather",
+    "I>S": "slice",
+    "I>R": "nothing",
+    "P>I": "all-reduce",
+    "P>R": "all-reduce",
+    "P>S": "reduce-scatter",
+    "S>S": "all-to-all",
+}
+
+# Which axes enter or leave which dim: ((dim, axes with the major one first), ...)
+Held = tuple[tuple[int, tuple[str, ...]], ...]
+
+
+class Step(NamedTuple):
+    """One arrow over several axes at once, which is one collective on their flattened group."""
+
+    kind: str
+    axes: tuple[str, ...]  # in rank order
+    leaves: Held  # dims that stop being sharded, and by which axes
+    enters: Held  # dims that start to be
+
+
+def dual(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The steps of the backward."""
+    return tuple(Step(DUAL[s.kind], s.axes, s.enters, s.leaves) for s in reversed(steps))
+
+
+class Move(torch.autograd.Function):
+    """A value cast to `work`, taken through the steps, and cast to `out`. The backward is the dual move, cast to `back` while
+    it is under way. dtypes: (work, out, back), each a dtype or None for no cast."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, mesh: Mesh, steps: tuple[Step, ...], dtypes: tuple[Any, Any, Any]) -> torch.Tensor:
+        if isinstance(x, DTensor):
+            raise UserError("torch.func was given DTensor parameters, which it hides from annotations: pass sh.local(params)")
+        work, out, _ = dtypes
+        y = x if work is None else x.to(work)
+        for step in steps:
+            y = run_step(y, mesh, step)
+        y = y if out is None else y.to(out)
+        return y.view_as(y) if y is x else y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.mesh, ctx.steps, ctx.dtypes = inputs
+        ctx.dtype = x.dtype
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        work, _, back = ctx.dtypes
+        return apply_function(Move, g, ctx.mesh, dual(ctx.steps), (back, ctx.dtype, work)), None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, mesh: Mesh, steps: tuple[Step, ...], dtypes: Any) -> Any:
+        def later(held: Held) -> Held:
+            return tuple((d + 1, axes) for d, axes in held)
+
+        shifted = tuple(Step(s.kind, s.axes, later(s.leaves), later(s.enters)) for s in steps)
+        return apply_function(Move, x.movedim(in_dims[0], 0), mesh, shifted, dtypes), 0
+
+
+class LargestOverRanks(torch.autograd.Function):
+    """Elementwise maximum over the ranks of some axes; it has no gradient."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> torch.Tensor:
+        return all_reduce(x, mesh, axes, "max")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+        return apply_function(LargestOverRanks, x.movedim(in_dims[0], 0), mesh, axes), 0
+
+
+def all_reduce(x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...], op: str = "sum") -> torch.Tensor:
+    """The sum (or "max", …) over the ranks of some axes, as a new tensor: the input is never overwritten."""
+    if not mesh.live(axes):
+        return x
+    x = lift(x, mesh.world) if mesh.simulated else x
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, mesh.group(axes)))
+
+
+def run_step(x: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
+    """One arrow on a local tensor, without a gradient."""
+    kind, axes = step.kind, step.axes
+    if mesh.simulated:
+        x = lift(x, mesh.world)
+    if kind == "I>R":
+        return x.view_as(x)
+    if kind == "I>S":
+        for dim, held in step.enters:
+            x = _my_part(x, mesh, dim, held)
+        return x
+    group = mesh.group(axes)
+    if kind in ("S>R", "S>I"):
+        return _join(functional.wait_tensor(functional.all_gather_tensor(x.contiguous()[None], 0, group)), mesh, step)
+    if kind in ("P>I", "P>R"):
+        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+    pieces = _split(x, mesh, step).contiguous()
+    if kind == "P>S":
+        return functional.wait_tensor(functional.reduce_scatter_tensor(pieces, "sum", 0, group))[0]
+    if kind == "S>S":
+        return _join(functional.wait_tensor(functional.all_to_all_single(pieces, None, None, group)), mesh, step)
+    raise ShardingError(f"{kind} is no arrow")
+
+
+def _my_part(x: torch.Tensor, mesh: Mesh, dim: int, axes: tuple[str, ...]) -> torch.Tensor:
+    """The part of a dim that this rank holds when some axes cut it."""
+    part = _divide(x, dim, mesh.size(axes), axes)
+    place = mesh.position(axes)
+    if mesh.simulated:
+        return x.index_select(dim, place * part + torch.arange(part, device=x.device))
+    return x.narrow(dim, place * part, part)
+
+
+def _divide(x: torch.Tensor, dim: int, n: int, axes: tuple[str, ...]) -> int:
+    if x.shape[dim] % n:
+        raise ShardingError(
+            f"a dim of size {x.shape[dim]} (dim {dim} of a local {tuple(x.shape)}) does not divide by {n}, "
+            f"the size of mesh axes {', '.join(axes)}: choose a size that divides, or a rule without these axes"
+        )
+    return x.shape[dim] // n
+
+
+def _split(x: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
+    """Cut the dims that `step.enters`: [group, ...], the pieces in the group's (that is rank) order."""
+    order = [a for _, held in step.enters for a in held]
+    for k, (dim, held) in enumerate(step.enters):
+        n = mesh.size(held)
+        _divide(x, dim + k, n, held)
+        x = x.unflatten(dim + k, (n, -1)).movedim(dim + k, k)
+    if order == list(step.axes):
+        return x.flatten(0, len(step.enters) - 1)
+    # torch sorts the ranks of a group, so chunks in the order of a tuple of axes are permuted into rank order
+    x = x.reshape(*(mesh.sizes[a] for a in order), *x.shape[len(step.enters) :])
+    n = len(order)
+    return x.permute(*(order.index(a) for a in step.axes), *range(n, x.ndim)).flatten(0, n - 1)
+
+
+def _join(y: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
+    """[group, ...] in rank order -> joined along the dims that `step.leaves`."""
+    order = [a for _, held in step.leaves for a in held]
+    if len(step.leaves) == 1 and order == list(step.axes):
+        dim = step.leaves[0][0]
+        return y.movedim(0, dim).flatten(dim, dim + 1)
+    n = len(order)
+    y = y.unflatten(0, [mesh.sizes[a] for a in step.axes])
+    y = y.permute(*(step.axes.index(a) for a in order), *range(n, y.ndim))
+    for k, (dim, held) in enumerate(step.leaves):
+        waiting = sum(len(u) for _, u in step.leaves[k + 1 :])  # leading dims of the joins still to come
+        y = y.flatten(0, len(held) - 1).movedim(0, waiting + dim).flatten(waiting + dim, waiting + dim + 1)
+    return y

@@ -1,0 +1,427 @@
+"""The settings of the commands: frozen dataclasses, read from the command line and from TOML.
+
+The string below a field is its help text. A field's TOML key is its path (`[optim]`, then `lr = 1e-3`) and its flag
+is the same path (`--optim.lr 1e-3`). This module imports no torch, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from fmegatron.errors import UserError
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelOverrides:
+    """Sizes that replace the preset's; None keeps the preset's."""
+
+    layers: int | None = None
+    """Number of layers."""
+    embed: int | None = None
+    """Width of the stream between the layers."""
+    heads: int | None = None
+    """Number of query heads."""
+    kv_heads: int | None = None
+    """Number of key and value heads; divides the number of query heads."""
+    head: int | None = None
+    """Size of one head."""
+    mlp: int | None = None
+    """Width of the feed-forward part."""
+    vocab: int | None = None
+    """Size of the vocabulary, at least the tokenizer's."""
+    rope_theta: float | None = None
+    """Base of the rotary positions' wavelengths."""
+    tied: bool | None = None
+    """Whether the output matrix is the embedding."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 3e-3
+    """Learning rate after the warm-up."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the schedule."""
+    warmup: int = 20
+    """Steps over which the learning rate rises linearly from zero."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """How the learning rate goes from lr to min_lr; wsd: constant, then linear over the last `decay` steps."""
+    decay: int | None = None
+    """Steps of wsd's final decay; None: a fifth of all steps."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    beta1: float = 0.9
+    """Decay of the gradient's running mean."""
+    beta2: float = 0.95
+    """Decay of the squared gradient's running mean."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0 never clips."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """What one step sees."""
+
+    size: int = 16
+    """Sequences in a step, over all ranks and microbatches."""
+    seq_len: int = 256
+    """Tokens in a sequence."""
+    microbatches: int = 1
+    """Pieces that a step is cut into, one after the other; the result is the same, with less memory."""
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats."""
+
+    params: Dtype = "float32"
+    """Format of the parameters at rest."""
+    compute: Dtype | None = None
+    """Format of matrix products; None: bfloat16 on a GPU, else that of the parameters."""
+    reduce: Dtype | None = None
+    """Format in which gradients are summed over ranks; None: float32, or wider parameters' own."""
+    master: Dtype | None = None
+    """Format of the optimizer's own copy of the parameters; None: no copy if the parameters are float32 or wider."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, and what to keep."""
+
+    every: int = 200
+    """Steps between checkpoints; 0: only at the end or when stopped."""
+    keep: int = 2
+    """Newest checkpoints to keep; 0: all."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Loss on held-out text."""
+
+    every: int = 100
+    """Steps between evaluations; 0: only at the end."""
+    batches: int = 8
+    """Batches in an evaluation; the one at the end reads all that is held out."""
+    fraction: float = 0.05
+    """Share of the documents held out from training."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where progress goes."""
+
+    seconds: float = 10.0
+    """Seconds between lines of progress in the log (and on a standard output that is not a terminal)."""
+    tensorboard: bool = True
+    """Write TensorBoard files to OUT/tensorboard."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a language model; with no argument: a small Llama on the sources of Python's standard library."""
+
+    config: str | None = None
+    """TOML file with values for any of these settings; the command line has the last word."""
+    out: str = "runs/train"
+    """Folder of the run: checkpoints, metrics, log and the resolved settings."""
+    resume: bool = False
+    """Go on from the newest checkpoint in `out`."""
+    steps: int = 600
+    """Optimizer steps in all, those before a resume included."""
+    seed: int = 0
+    """Seed of initial values, data order and dropout."""
+
+    data: str | None = None
+    """JSONL file, folder of text, or prefix of a .bin/.idx pair; None: the sources of Python's standard library."""
+    tokenizer: str | None = None
+    """Folder with, or path of, a tokenizer.json; None: train a byte-level BPE on the training text."""
+    tokenizer_vocab: int = 4096
+    """Vocabulary of the tokenizer to train when none is given."""
+    text_key: str = "text"
+    """Key of the text in a JSONL file."""
+
+    model: str = "tiny"
+    """Preset of the model's sizes."""
+    model_overrides: ModelOverrides = field(default_factory=ModelOverrides)
+    dropout: float = 0.0
+    """Probability that dropout zeroes an element of a layer's output."""
+
+    mesh: str | None = None
+    """Sizes of the mesh's axes, such as dp=2,tp=2; None: all ranks are data-parallel."""
+    store: tuple[str, ...] = ()
+    """Mesh axes that parameters and optimizer state are divided over at rest (FSDP), such as dp."""
+    sp: bool = False
+    """Sequence parallelism: between blocks the sequence is divided over tp."""
+    nproc: int = 1
+    """Processes to start on this machine; under torchrun none are started."""
+    device: str = "auto"
+    """cpu, cuda, or auto: cuda where there is one."""
+
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    remat: Literal["everything", "attention", "nothing"] = "everything"
+    """What a layer keeps for the backward pass; the rest is computed again."""
+    compile: bool = False
+    """Compile the layers with torch.compile."""
+    debug: bool = False
+    """On a loss or gradient that is not finite, find the operation where it arose (slow)."""
+
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Continue prompts with a trained model."""
+
+    checkpoint: str
+    """Run folder or one checkpoint."""
+    prompt: tuple[str, ...] = ("",)
+    """One or several texts to continue."""
+    tokens: int = 100
+    """Tokens to generate for each prompt, at most."""
+    temperature: float = 0.8
+    """Divides the logits; 0: always the likeliest token."""
+    top_k: int | None = None
+    """Draw only among this many likeliest tokens."""
+    top_p: float | None = None
+    """Draw only among the likeliest tokens whose probabilities reach this sum."""
+    seed: int = 0
+    """Seed of the draws."""
+    stream: bool = True
+    """Print text as it arises (with one prompt)."""
+    device: str = "auto"
+    """cpu, cuda, or auto: cuda where there is one."""
+    dtype: Dtype | None = None
+    """Format of the parameters; None: as saved."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Write a checkpoint in another format."""
+
+    checkpoint: str
+    """Run folder or one checkpoint."""
+    out: str
+    """Folder to write to; must not exist or be empty."""
+    to: Literal["hf"] = "hf"
+    """hf: a folder that Hugging Face transformers loads."""
+    dtype: Dtype | None = None
+    """Format of the parameters; None: as saved."""
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """Turn JSONL into Megatron-format .bin and .idx files."""
+
+    data: tuple[str, ...]
+    """JSONL files, or folders of them; each line is a document."""
+    tokenizer: str
+    """Folder with, or path of, a tokenizer.json."""
+    out: str
+    """Where to write: OUT_{text_key}_document.bin and .idx."""
+    text_key: str = "text"
+    """Key of the text in a JSONL file."""
+    workers: int = 1
+    """Processes that tokenize."""
+    append_eod: bool = True
+    """End each document with the tokenizer's end-of-document token."""
+
+
+def load_config(cls: type[T], path: str | Path) -> T:
+    """The settings of a TOML file; keys that it lacks have their defaults.
+
+    Raises UserError: no such file, not TOML, an unknown key (the nearest is named), a value of the wrong type.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: cannot read it ({_reason(error)}); give the path of a TOML file") from None
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"--config {path}: not valid TOML: {error}") from None
+    return from_dict(cls, values, where=f"--config {path}: ")
+
+
+def save_config(config: Any, path: str | Path) -> None:
+    """Write all settings as TOML that `load_config` reads back equal.
+
+    TOML has no null, so a setting that is None is left out; every setting that may be None has that default.
+    """
+    Path(path).write_text(to_toml(config), encoding="utf-8")
+
+
+def to_toml(config: Any) -> str:
+    """The settings as the text of a TOML file: single values first, then one table for each group."""
+    lines, tables = [], []
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            if body := to_toml(value):
+                tables.append(f"\n[{f.name}]\n{body}")
+        elif value is not None:
+            lines.append(f"{f.name} = {_toml_value(value)}\n")
+    return "".join(lines + tables)
+
+
+def from_dict(cls: type[T], values: dict[str, Any], *, where: str = "") -> T:
+    """A config from nested dicts as TOML gives them. `where` starts the message of a UserError."""
+    return _build(cls, values, (), cls, where)
+
+
+def check_config(config: TrainConfig) -> None:
+    """Refuse numbers that mean nothing, such as a negative size. Raises UserError naming the setting."""
+    for path, kind, value in _settings(config):
+        if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        name = path.split(".")[-1]
+        if path in _POSITIVE or (kind == "model_overrides"):
+            ok, need = 0 < value < float("inf"), "greater than 0"
+        elif path in _FRACTIONS:
+            ok, need = 0 <= value < 1, "at least 0 and less than 1"
+        elif name == "seed":
+            ok, need = 0 <= value < 2**64, "from 0 to 2**64 - 1"
+        else:
+            ok, need = 0 <= value < float("inf"), "a number that is not negative"
+        if not ok:
+            raise UserError(f"--{path.replace('_', '-')} {value} must be {need}")
+    if config.batch.size % config.batch.microbatches:
+        raise UserError(
+            f"--batch.size {config.batch.size} does not divide into --batch.microbatches {config.batch.microbatches}"
+        )
+
+
+_POSITIVE = {
+    "steps",
+    "nproc",
+    "tokenizer_vocab",
+    "optim.lr",
+    "optim.eps",
+    "batch.size",
+    "batch.seq_len",
+    "batch.microbatches",
+    "eval.batches",
+}
+_FRACTIONS = {"dropout", "eval.fraction", "optim.beta1", "optim.beta2"}
+
+
+def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(dotted path, group, value) of every setting."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from _settings(value, f.name)
+        else:
+            yield (f"{prefix}.{f.name}" if prefix else f.name), prefix, value
+
+
+def _build(cls: type[T], values: dict[str, Any], path: tuple[str, ...], root: type, where: str) -> T:
+    hints = typing.get_type_hints(cls)
+    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        dotted = ".".join((*path, key))
+        if key not in names:
+            nearest = nearest_name(dotted, list(_keys(root)))
+            raise UserError(f"{where}unknown key {dotted!r}; the nearest known key is {nearest!r}")
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise UserError(f"{where}key {dotted!r} is {value!r}, but must be a table [{dotted}]")
+            given[key] = _build(typing.cast(type, hint), value, (*path, key), root, where)
+        else:
+            given[key] = _convert(value, hint, dotted, where)
+    missing = [f.name for f in dataclasses.fields(cls) if _required(f) and f.name not in given]  # type: ignore[arg-type]
+    if missing:
+        raise UserError(f"{where}key {missing[0]!r} is missing; it has no default")
+    return cls(**given)
+
+
+def _convert(value: Any, hint: Any, dotted: str, where: str) -> Any:
+    """The value as the type asks, or a UserError. An int is accepted for a float; nothing else is converted."""
+    # Literal[…] | None is a typing.Union, int | None a types.UnionType
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = typing.get_args(hint) if union else (hint,)
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            if isinstance(value, str) and value in typing.get_args(option):
+                return value
+        elif typing.get_origin(option) is tuple:
+            if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+                return tuple(value)
+        elif option is float:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return float(value)
+        elif isinstance(value, option) and not (isinstance(value, bool) and option is not bool):
+            return value
+    raise UserError(f"{where}key {dotted!r} is {value!r}, but must be {' or '.join(_describe(options))}")
+
+
+def _describe(options: tuple[Any, ...]) -> list[str]:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    described = []
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            described.append("one of " + ", ".join(repr(choice) for choice in typing.get_args(option)))
+        elif typing.get_origin(option) is tuple:
+            described.append("a list of strings")
+        elif option is not types.NoneType:
+            described.append(names[option])
+    return described
+
+
+def _required(f: dataclasses.Field) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _keys(cls: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a config class."""
+    for name, hint in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _keys(typing.cast(type, hint), f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def nearest_name(name: str, names: list[str]) -> str:
+    """The one of `names` most like `name`, as a whole or by its last part: "lr" is nearest to "optim.lr"."""
+
+    def likeness(other: str) -> float:
+        last, other_last = name.split(".")[-1], other.split(".")[-1]
+        whole = difflib.SequenceMatcher(None, name, other).ratio()
+        # a little less than the whole, so that of two groups with the same last part the one that was named wins
+        return max(whole, 0.98 * difflib.SequenceMatcher(None, last, other_last).ratio() + 0.01 * whole)
+
+    return max(names, key=likeness)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):  # JSON's escapes are TOML's, but TOML also wants DEL escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return repr(value)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)).lower() if isinstance(error, OSError) else "not UTF-8 text"

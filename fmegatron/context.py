@@ -1,0 +1,62 @@
+"""What every block of a model may read besides its parameters and its input."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+
+from fmegatron.random import Key
+from fmegatron.sharding import Sharding
+from fmegatron.tree import NAMESPACE
+
+
+@dataclass(frozen=True)
+class Ctx:
+    """The context of a block `f(params_of_one_layer, carry, ctx) -> carry`.
+
+    sh: the mesh and the rules, which turn annotations into collectives; without a mesh it is plain mathematics.
+    positions: global positions of the tokens, "seq" or "batch seq".
+    segments: ids of the packed documents, "batch seq".
+    layer: global index of the layer; `stack` sets it.
+    key: random key; `stack` folds the layer's index into it.
+    rows: global indices of the batch's rows, "batch", by which dropout draws its numbers; `accumulate` sets it.
+    extras: any further tree.
+
+    Its tensors need no gradient: a block is differentiated by its parameters and its input alone. As a pytree, tensors and
+    the key are children; `sh` and `layer` are part of the structure.
+    """
+
+    sh: Sharding = field(default_factory=Sharding)
+    positions: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
+    layer: int | None = None
+    key: Key | None = None
+    rows: torch.Tensor | None = None
+    extras: Any = None
+
+    def replace(self, **changes: Any) -> Ctx:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def with_tape(self, tape: Any) -> Ctx:
+        """A copy whose `sh` carries the tape of one run of a block; None takes it away."""
+        return self if self.sh.tape is tape else self.replace(sh=self.sh.with_tape(tape))
+
+
+CHILDREN = ("positions", "segments", "key", "rows", "extras")
+
+
+def _flatten(ctx: Ctx) -> tuple[tuple, tuple, tuple]:
+    return tuple(getattr(ctx, name) for name in CHILDREN), (ctx.sh, ctx.layer), CHILDREN
+
+
+def _unflatten(static: tuple, children: tuple) -> Ctx:
+    sh, layer = static
+    return Ctx(sh=sh, layer=layer, **dict(zip(CHILDREN, children, strict=True)))
+
+
+optree.register_pytree_node(Ctx, _flatten, _unflatten, namespace=NAMESPACE)  # type: ignore[arg-type, call-overload]

@@ -1,0 +1,64 @@
+"""Equations over named dimensions: "batch seq* embed -> batch seq embed | heads"."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from fmegatron.errors import ShardingError
+from fmegatron.rules import base
+
+
+class Side(NamedTuple):
+    """One side of an equation: its dims, and the dims behind `|` whose axes it enters (R there)."""
+
+    dims: tuple[str, ...]
+    region: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join(self.dims) + (" | " + " ".join(self.region) if self.region else "")
+
+
+class Equation(NamedTuple):
+    """Operands and result of an equation."""
+
+    inputs: tuple[Side, ...]
+    output: Side
+    text: str
+
+
+@lru_cache(maxsize=4096)
+def parse_side(text: str) -> Side:
+    """ "batch seq embed | heads" -> Side(("batch", "seq", "embed"), ("heads",)). An empty text is a scalar."""
+    dims, _, region = text.partition("|")
+    side = Side(tuple(dims.split()), tuple(region.split()))
+    names = [base(d) for d in side.dims]
+    for name in (*names, *(base(r) for r in side.region)):
+        if not name.isidentifier():
+            raise ShardingError(f"{text!r}: {name!r} is no name of a dim (letters, digits and _, then marks * or ')")
+    if len(set(names)) != len(names):
+        raise ShardingError(f"{text!r} names a dim twice: two dims of one value need two names")
+    return side
+
+
+@lru_cache(maxsize=4096)
+def parse_equation(text: str, operands: int) -> Equation:
+    """ "a b, b c -> a c" with this many operands on the left. Raises ShardingError for anything else."""
+    left, arrow, right = text.partition("->")
+    if not arrow or "->" in right:
+        raise ShardingError(f'{text!r} is no equation: write "dims -> dims" with one arrow')
+    parts = left.split(",")
+    if len(parts) != operands:
+        raise ShardingError(f"{text!r} has {len(parts)} operand(s) on its left, this call has {operands}")
+    return Equation(tuple(parse_side(p) for p in parts), parse_side(right), text)
+
+
+@lru_cache(maxsize=4096)
+def einsum_of(equation: Equation) -> str:
+    """The same product as torch.einsum spells it, one letter a dim. Raises ShardingError for a dim that no operand has."""
+    names = dict.fromkeys(base(n) for side in equation.inputs for n in side.dims)
+    letter = {n: chr(97 + i) for i, n in enumerate(names)}
+    if missing := [n for n in equation.output.dims if base(n) not in letter]:
+        raise ShardingError(f"{equation.text!r}: output dim {missing[0]!r} is in no operand")
+    left = ",".join("".join(letter[base(n)] for n in side.dims) for side in equation.inputs)
+    return left + "->" + "".join(letter[base(n)] for n in equation.output.dims)

@@ -1,0 +1,80 @@
+"""What an equation costs, in words: the text behind `sh.explain`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fmegatron.collectives import COST, Step, dual
+from fmegatron.equations import Side, parse_equation
+from fmegatron.layout import Layout, contraction_plan, held, layout, reshape_plan
+from fmegatron.placements import placement_of
+from fmegatron.rules import base
+
+
+def explain(sh: Any, equation: str, sizes: dict[str, int]) -> str:
+    """The placements of each operand and of the result, and each collective, forward and backward."""
+    operands = len(equation.partition("->")[0].split(","))
+    parsed = parse_equation(equation, operands)
+    if sh.mesh is None:
+        return f"{equation}\n  no mesh: plain mathematics on one device"
+    same = operands == 1 and [base(n) for n in parsed.inputs[0].dims] == [base(n) for n in parsed.output.dims]
+    if same:
+        steps, source, target = reshape_plan(parsed, sh.mesh, sh.rules)
+        operand_types, raw = [source], source
+    else:
+        steps, operand_types, raw, target = contraction_plan(parsed, sh.mesh, sh.rules)
+    lines = [equation]
+    for side, types in zip(parsed.inputs, operand_types, strict=True):
+        lines.append(f"  operand {str(side)!r}: {_placed(sh, types)}{_shape(sh, side, types, sizes)}")
+    if not same:
+        lines.append(f"  local product: {_placed(sh, raw)}")
+    lines.append(f"  result {str(parsed.output)!r}: {_placed(sh, target)}{_shape(sh, parsed.output, target, sizes)}")
+    first = parsed.inputs[0] if same else parsed.output
+    before = _elements(sh, first, source if same else raw, sizes)
+    lines.append("  forward: " + _steps(sh, steps, before))
+    lines.append("  backward: " + _steps(sh, dual(steps), _elements(sh, parsed.output, target, sizes)))
+    return "\n".join(lines)
+
+
+def _placed(sh: Any, types: Layout) -> str:
+    parts = [f"{a}:{placement_of(types[a]) if types[a] != '?' else 'as it is'}" for a in sh.mesh.order if sh.mesh.sizes[a] > 1]
+    return ", ".join(parts) or "one rank"
+
+
+def _local(sh: Any, side: Side, types: Layout, sizes: dict[str, int]) -> list[int] | None:
+    if any(base(n) not in sizes for n in side.dims):
+        return None
+    by = held(side, types, sh.mesh, sh.rules)
+    return [sizes[base(n)] // sh.mesh.size(b) for n, b in zip(side.dims, by, strict=True)]
+
+
+def _shape(sh: Any, side: Side, types: Layout, sizes: dict[str, int]) -> str:
+    local = _local(sh, side, types, sizes)
+    return f", {'×'.join(map(str, local)) or 'scalar'} a rank" if local is not None else ""
+
+
+def _elements(sh: Any, side: Side, types: Layout, sizes: dict[str, int]) -> int | None:
+    local = _local(sh, side, types, sizes)
+    return math.prod(local) if local is not None else None
+
+
+def _steps(sh: Any, steps: tuple[Step, ...], elements: int | None) -> str:
+    if not steps:
+        return "nothing"
+    shown = []
+    for step in steps:
+        n = sh.mesh.size(step.axes)
+        text = f"{COST[step.kind]} over {'×'.join(step.axes)} ({step.kind.replace('>', ' -> ')}, {n} ranks)"
+        if elements is not None:
+            sent = {
+                "all-gather": elements * (n - 1),
+                "reduce-scatter": elements * (n - 1) // n,
+                "all-reduce": 2 * elements * (n - 1) // n,
+                "all-to-all": elements * (n - 1) // n,
+            }.get(COST[step.kind], 0)
+            if sent:
+                text += f", {sent:,} elements sent by each rank (ring)"
+            elements = {"all-gather": elements * n, "reduce-scatter": elements // n, "slice": elements // n}.get(COST[step.kind], elements)
+        shown.append(text)
+    return "; ".join(shown)

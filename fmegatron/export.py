@@ -1,0 +1,21 @@
+"""`fmegatron export`: a checkpoint as a folder that Hugging Face transformers loads."""
+
+from __future__ import annotations
+
+import torch
+
+from fmegatron import checkpoint
+from fmegatron.config import ExportConfig
+from fmegatron.generate import load_run
+from fmegatron.models.hf import save_hf
+from fmegatron.precision import dtype_of
+
+
+def run(config: ExportConfig) -> int:
+    """Write config.json, safetensors and the tokenizer. Raises UserError when there is no checkpoint or `out` is not free."""
+    dtype = None if config.dtype is None else dtype_of(config.dtype)
+    model, params, _, folder = load_run(config.checkpoint, device=torch.device("cpu"), dtype=dtype)
+    meta = checkpoint.read_meta(folder)
+    save_hf(config.out, model, params, tokenizer=folder.parent.parent / meta["tokenizer"])
+    print(f"wrote {config.out}: load it with transformers.AutoModelForCausalLM.from_pretrained({config.out!r})")
+    return 0

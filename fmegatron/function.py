@@ -1,0 +1,52 @@
+"""How primitives (`torch.autograd.Function`s of the new style: `forward` and `setup_context`) are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._functorch.utils import unwrap_dead_wrappers
+from torch.autograd import Function
+
+
+def under_torch_func() -> bool:
+    """Is a torch.func transform (grad, vjp, vmap, …) running around the caller?"""
+    return torch._C._are_functorch_transforms_active()
+
+
+def apply_function(cls: type[Function], *args: Any) -> Any:
+    """`cls.apply(*args)` without the 10 to 30 µs in which `apply` inspects signatures on the host.
+
+    Every argument of `forward` must be given, by position. Under torch.func and in compiled code it is `cls.apply` itself.
+    """
+    if torch.compiler.is_compiling() or under_torch_func() or torch._C._len_torch_function_stack():
+        return cls.apply(*args)  # (a torch-function mode, such as the checking mode, watches `apply`)
+    # A tensor that outlived its torch.func transform is still wrapped; `apply` unwraps it as well.
+    return super(Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+
+
+class Linear(Function):
+    """A linear map of tensors and its transpose, each the other's derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(there: Callable, back: Callable, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(there(list(xs)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.there, ctx.back = inputs[:2]
+
+    @staticmethod
+    def backward(ctx: Any, *gs: torch.Tensor) -> tuple:
+        return None, None, *apply_function(Linear, ctx.back, ctx.there, *gs)
+
+
+def linear_map(there: Callable, back: Callable, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`there(xs)` for a linear function of a list of tensors whose transpose is `back`: differentiable any number of times.
+
+    Both take and give lists of equal length; what they do inside (collectives, say) is not differentiated.
+    """
+    return list(apply_function(Linear, there, back, *xs)) if xs else []

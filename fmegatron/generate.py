@@ -1,0 +1,218 @@
+"""Text from a model: a cache of keys and values, drawing with temperature, top-k and top-p."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmegatron import checkpoint, random
+from fmegatron.config import GenerateConfig
+from fmegatron.context import Ctx
+from fmegatron.data import load_tokenizer
+from fmegatron.errors import UserError
+from fmegatron.models.llama import Llama, LlamaConfig
+from fmegatron.precision import Precision, dtype_of
+from fmegatron.sharding import Sharding
+from fmegatron.spec import abstract
+
+PADDING = -1  # the segment of the padding before short prompts, which no token sees
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: Any,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    eod: int | None = None,
+    sh: Sharding | None = None,
+    on_token: Callable[[list[int | None]], None] | None = None,
+) -> list[list[int]]:
+    """New token ids for each prompt, at most `tokens`, up to and without `eod`.
+
+    prompts: token ids, of unequal length at will (the shorter ones are padded on the left; the padding is never seen).
+    temperature: divides the logits; 0 takes the likeliest token. top_k, top_p: draw among the likeliest only.
+    seed: the draws of row r, step t are a function of (seed, r, t).
+    on_token: called after each step with each row's new id, None for rows that have ended.
+
+    The prompts are read in one pass; each step then reads one token a row. Raises UserError for an empty prompt or meaningless
+    numbers.
+    """
+    _check(prompts, tokens, temperature, top_k, top_p)
+    sh = sh or Sharding()
+    device = next(t.device for t in _tensors(params))
+    longest = max(map(len, prompts))
+    padding = torch.tensor([longest - len(p) for p in prompts], device=device)
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], dtype=torch.int64, device=device)
+    slots = longest + tokens
+    cache = model.cache(len(prompts), slots, dtype=sh.precision.compute_dtype, device=device)
+    place = torch.arange(slots, device=device)
+    positions = (place - padding[:, None]).clamp(min=0)
+    padded = len({len(p) for p in prompts}) > 1
+    segments = torch.where(place < padding[:, None], PADDING, 0) if padded else None
+    key = random.key(seed)
+    out: list[list[int]] = [[] for _ in prompts]
+    ended = [False] * len(prompts)
+    start = 0
+    for step in range(tokens):
+        end = start + ids.shape[1]
+        more = {} if segments is None else {"segments": segments[:, :end]}
+        logits = model.cached(params, ids, cache, start, Ctx(sh=sh), positions=positions[:, start:end], **more)
+        new = draw(logits, random.fold_in(key, step), temperature=temperature, top_k=top_k, top_p=top_p)
+        fresh: list[int | None] = []
+        for row, token in enumerate(new.tolist()):
+            ended[row] = ended[row] or token == eod
+            fresh.append(None if ended[row] else token)
+            if not ended[row]:
+                out[row].append(token)
+        if on_token is not None:
+            on_token(fresh)
+        if all(ended):
+            break
+        ids, start = new[:, None], end
+    return out
+
+
+def draw(
+    logits: Tensor, key: random.Key, *, temperature: float, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """logits[batch vocab] -> token ids[batch]: the likeliest at temperature 0, else drawn among the likeliest.
+
+    The draw takes the largest of logit + Gumbel noise, so that it is a function of the key and the row alone.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    scaled = logits.float() / temperature
+    if top_k is not None and top_k < scaled.shape[-1]:
+        least = scaled.topk(top_k, -1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < least, -torch.inf)
+    if top_p is not None and top_p < 1:
+        ordered, order = scaled.sort(-1, descending=True)
+        p = ordered.softmax(-1)
+        beyond = p.cumsum(-1) - p >= top_p  # the probabilities before a token reach top_p already
+        scaled = scaled.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+    u = random.uniform(key, tuple(scaled.shape), dtype=torch.float64, device=scaled.device)
+    return (scaled.double() - (-(u.clamp(min=1e-300)).log()).log()).argmax(-1)
+
+
+def generate(model: Any, params: Any, tokenizer: Any, prompts: Sequence[str], **options: Any) -> list[str]:
+    """The texts that continue some prompts. Options as for `generate_tokens`; ends at the tokenizer's end-of-document token."""
+    options.setdefault("temperature", 0.8)
+    options.setdefault("eod", tokenizer.eod)
+    ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    return [tokenizer.decode(new) for new in generate_tokens(model, params, ids, **options)]
+
+
+def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """The ids of a prompt; an empty one is the end of the document before."""
+    ids = tokenizer.encode(prompt)
+    if not ids and tokenizer.eod is None:
+        raise UserError("--prompt is empty and the tokenizer has no end-of-document token to start from: give some text")
+    return ids or [tokenizer.eod]
+
+
+def load_run(path: str, *, device: torch.device, dtype: torch.dtype | None = None) -> tuple[Llama, Any, Any, Path]:
+    """(model, parameters on one device, tokenizer, checkpoint folder) of a run folder or one checkpoint."""
+    folder = checkpoint.resolve(path)
+    meta = checkpoint.read_meta(folder)
+    sizes = config_of(meta["model"])
+    model = Llama(sizes)
+    saved = checkpoint.saved_dtype(folder, "params.embed")
+    sh = Sharding(precision=Precision(params=saved))
+    params = checkpoint.load_part(folder, "params", abstract(model.spec(), sh=sh), device=device)
+    if dtype is not None and dtype != saved:
+        from fmegatron.tree import tree_map
+
+        params = tree_map(lambda t: t.to(dtype), params)
+    run_folder = folder.parent.parent
+    return model, params, load_tokenizer(run_folder / meta["tokenizer"]), folder
+
+
+def config_of(fields: dict[str, Any]) -> LlamaConfig:
+    """The sizes that a checkpoint's metadata tells."""
+    from fmegatron.primitives import Llama3Scaling
+
+    scaling = fields.get("rope_scaling")
+    return LlamaConfig(**{**fields, "rope_scaling": None if scaling is None else Llama3Scaling(**scaling)})
+
+
+def run(config: GenerateConfig) -> int:
+    """`fmegatron generate`."""
+    from fmegatron.launch import init_distributed
+
+    device = init_distributed(config.device)
+    _check([[0]], config.tokens, config.temperature, config.top_k, config.top_p)
+    dtype = None if config.dtype is None else dtype_of(config.dtype)
+    model, params, tokenizer, _ = load_run(config.checkpoint, device=device, dtype=dtype)
+    sh = Sharding(precision=Precision(params=next(t.dtype for t in _tensors(params))))
+    model = dataclasses.replace(model)
+    prompts = [prompt_ids(tokenizer, p) for p in config.prompt]
+    options: dict[str, Any] = {
+        "tokens": config.tokens,
+        "temperature": config.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "seed": config.seed,
+        "eod": tokenizer.eod,
+        "sh": sh,
+    }
+    if config.stream and len(prompts) == 1:
+        printer = _Printer(tokenizer)
+        print(config.prompt[0], end="", flush=True)
+        generate_tokens(model, params, prompts, on_token=printer, **options)
+        printer.finish()
+        return 0
+    for prompt, new in zip(config.prompt, generate_tokens(model, params, prompts, **options), strict=True):
+        if len(prompts) > 1:
+            print("-" * 20)
+        print(prompt + tokenizer.decode(new))
+    return 0
+
+
+class _Printer:
+    """Prints text as its tokens come, holding back bytes that do not make a character yet."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.ids, self.shown = tokenizer, [], 0
+        self.ids: list[int] = []
+
+    def __call__(self, new: list[int | None]) -> None:
+        if new[0] is None:
+            return
+        self.ids.append(new[0])
+        text = self.tokenizer.decode(self.ids)
+        if not text.endswith("\ufffd"):
+            print(text[self.shown :], end="", flush=True)
+            self.shown = len(text)
+
+    def finish(self) -> None:
+        print(self.tokenizer.decode(self.ids)[self.shown :])
+
+
+def _tensors(params: Any) -> list[Tensor]:
+    from fmegatron.tree import tensors
+
+    return tensors(params)[0]
+
+
+def _check(prompts: Sequence[Sequence[int]], tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    if not prompts or any(len(p) == 0 for p in prompts):
+        raise UserError("a prompt has no token: give each at least one")
+    if tokens < 1:
+        raise UserError(f"--tokens {tokens} must be at least 1")
+    if temperature < 0:
+        raise UserError(f"--temperature {temperature} must be 0 (the likeliest token) or more")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"--top-k {top_k} must be at least 1; leave it out to draw among all tokens")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"--top-p {top_p} must be above 0 and at most 1; leave it out to draw among all tokens")

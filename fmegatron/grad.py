@@ -1,0 +1,116 @@
+"""`value_and_grad`: a function and its gradient, with the memory of torch.autograd.grad, composable like torch.func's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fmegatron.errors import UserError
+from fmegatron.function import under_torch_func
+from fmegatron.tree import detached, is_float, leaves, like, paths, tensors, tree_map
+
+Trainable = Any  # a tree of bools like the parameters, a predicate on a leaf's dotted name, or None: every floating leaf
+
+
+def value_and_grad(f: Callable, has_aux: bool = False, *, trainable: Trainable = None) -> Callable:
+    """f(params, *args) -> scalar, or with has_aux (scalar, aux)   becomes   (params, *args) -> (value, gradients).
+
+    trainable: which leaves get a gradient: a tree of bools like params, or a predicate on a leaf's dotted name such as
+        "layers.3.q". The others, and integer leaves, are constants and have None in place of a gradient.
+    Leaves at rest (DTensors, in params or args) reach f as this rank's local tensors; their gradients are DTensors of the same
+    placements. A leaf that f does not use has a gradient of zeros.
+
+    The graph is freed as the gradients are made. Inside a torch.func transform, or when an argument needs a gradient already, the
+    gradients are torch.func's and can be differentiated again; `aux` is never differentiated. Raises UserError when f's value is no 0-d
+    floating-point tensor.
+    """
+
+    def run(params: Any, *args: Any) -> tuple[Any, Any]:
+        wanted = trainable_leaves(params, trainable)
+        flat, args = leaves(to_local(params)), to_local(args)
+        aux_builder: list[Callable] = []
+
+        def of(some: Iterable[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            new = iter(some)
+            p = like(params, [next(new) if w else t for t, w in zip(flat, wanted, strict=True)])
+            value, aux = f(p, *args) if has_aux else (f(p, *args), None)
+            aux, build = tensors(aux)
+            aux_builder.append(build)
+            return scalar(value), aux
+
+        if higher_order((flat, args)):
+            got, (value, aux) = torch.func.grad_and_value(of, has_aux=True)([t for t, w in zip(flat, wanted, strict=True) if w])
+        else:
+            some = cut([t for t, w in zip(flat, wanted, strict=True) if w])
+            flat = detached(flat)
+            with torch.enable_grad():
+                value, aux = of(some)
+            got = gradients(value, some)
+            value, aux = value.detach(), detached(aux)
+        found = iter(got)
+        grads = as_at_rest([next(found) if w else None for w in wanted], params)
+        return ((value, aux_builder[0](aux)) if has_aux else value), grads
+
+    return run
+
+
+def trainable_leaves(params: Any, trainable: Trainable) -> list[bool]:
+    """For every leaf: is its gradient wanted?
+
+    Raises UserError when `trainable` is a tree of another structure.
+    """
+    flat = leaves(params)
+    if trainable is None:
+        return [is_float(t) for t in flat]
+    if callable(trainable):
+        return [is_float(t) and bool(trainable(path)) for path, t in zip(paths(params), flat, strict=True)]
+    if paths(trainable) != paths(params):
+        odd = sorted(set(paths(trainable)) ^ set(paths(params)))
+        raise UserError(f"trainable must be a tree of bools like the parameters, but {odd[:3]} occur in only one of them")
+    return [is_float(t) and bool(choice) for t, choice in zip(flat, leaves(trainable), strict=True)]
+
+
+def higher_order(tree: Any) -> bool:
+    """Must gradients be differentiable again? (Inside torch.func, or a tensor of the tree needs a gradient already.)"""
+    return under_torch_func() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors(tree)[0]))
+
+
+def cut(some: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Leaves of a new graph with these values."""
+    return [t.detach().requires_grad_() for t in some]
+
+
+def gradients(value: torch.Tensor, some: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """torch.autograd.grad of a scalar that may depend on some, or on none, of the leaves."""
+    if not some:
+        return []
+    if not value.requires_grad:
+        return [torch.zeros_like(t) for t in some]
+    return torch.autograd.grad(value, some, allow_unused=True, materialize_grads=True)
+
+
+def scalar(value: Any) -> torch.Tensor:
+    """The value of a loss, checked."""
+    if not is_float(value) or value.dim() != 0:
+        what = f"a tensor of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UserError(f"the function to differentiate must return a 0-d floating-point tensor, not {what}: take a sum or a mean")
+    return value
+
+
+def to_local(tree: Any) -> Any:
+    """The tree with every DTensor replaced by this rank's local tensor."""
+    return tree_map(lambda t: t.to_local() if isinstance(t, DTensor) else t, tree)
+
+
+def as_at_rest(flat: list[Any], params: Any) -> Any:
+    """Local gradients as a tree like params, each a DTensor where its parameter is one."""
+
+    def place(g: Any, p: Any) -> Any:
+        if g is None or not isinstance(p, DTensor):
+            return g
+        return DTensor.from_local(g, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+    return like(params, [place(g, p) for g, p in zip(flat, leaves(params), strict=True)])

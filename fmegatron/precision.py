@@ -1,0 +1,60 @@
+"""The arithmetic policy, as an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fmegatron.errors import UserError
+
+_NAMES = {
+    "float64": torch.float64,
+    "fp64": torch.float64,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+def dtype_of(name: str | torch.dtype, *, argument: str = "dtype") -> torch.dtype:
+    """ "fp32", "float32", "bf16", … -> torch dtype. Raises UserError naming the argument."""
+    if isinstance(name, torch.dtype):
+        return name
+    if name not in _NAMES:
+        raise UserError(f"{argument} {name!r} is not known: use one of {', '.join(_NAMES)}")
+    return _NAMES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 -> "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which dtype each kind of number has.
+
+    params: parameters at rest, unless a `Param` says its own.
+    compute: what equations read; None means as `params`. Parameters are cast before they are gathered.
+    reduce: gradients while they are summed over ranks and microbatches; None means fp32, or as compute when that is wider.
+    master: the copy that the optimizer updates; None means `params`. A wider copy lives in the optimizer's state.
+    """
+
+    params: torch.dtype = torch.float32
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    master: torch.dtype | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.compute or self.params
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        if self.reduce is not None:
+            return self.reduce
+        return torch.promote_types(self.compute_dtype, torch.float32)

@@ -1,0 +1,55 @@
+"""What the primitives share: how a backward knows that it must be differentiable, how kernels are mapped, what is
+sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from fmegatron.errors import UserError
+from fmegatron.function import under_torch_func
+
+
+def graph_wanted() -> bool:
+    """In a backward: must its result be differentiable again? (torch.func always says yes; a compiled backward never
+    is.)"""
+    return torch.is_grad_enabled() and (not torch.compiler.is_compiling() or under_torch_func())
+
+
+def may_overwrite() -> bool:
+    """May a kernel work in place on what it has just made? (vmap cannot write a mapped value into an unmapped one.)
+    On CPU a new large tensor costs several times more than the arithmetic on it."""
+    return not under_torch_func()
+
+
+def each_example(function: type[Function], info: Any, in_dims: Any, args: Any) -> Any:
+    """A vmap rule for kernels that torch cannot map: one call per example, which sees plain tensors and one example's
+    memory."""
+
+    def example(i: int) -> list[Any]:
+        return [a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)]
+
+    runs = [function.apply(*example(i)) for i in range(info.batch_size)]
+    return tuple(torch.stack(run) for run in zip(*runs, strict=True)), (0,) * len(runs[0])
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and sums: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sharded(sh: Any, dim: str) -> bool:
+    """Must a primitive treat this dim as sharded? In the checking mode always: its axes have size one, and stand for
+    larger ones."""
+    return sh is not None and (sh.check is not None or bool(sh.axes(dim)))
+
+
+def global_size(sh: Any, dim: str, local: int, given: int | None, caller: str) -> int:
+    """The global size of a dim: `given`, which must be there where the dim is sharded."""
+    if given is None and sh.axes(dim):
+        raise UserError(
+            f"{caller}: {dim!r} is sharded over {', '.join(sh.axes(dim))}, so its global size must be given ({dim}_size=…)"
+        )
+    return local if given is None else given

@@ -1,0 +1,124 @@
+"""Learning rates as functions of the number of updates made before: schedule(0) is the first update's.
+
+All of them warm up linearly: update i of `warmup` has peak * (i + 1) / warmup, so that the first is not lost. At
+`total` and beyond, past the last of `total` updates, they give `end`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fmegatron.errors import UserError
+
+
+@dataclass(frozen=True)
+class Constant:
+    """`peak` after the warm-up, for ever."""
+
+    peak: float
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        _check("constant", peak=self.peak, warmup=self.warmup)
+
+    def __call__(self, count: int) -> float:
+        return self.peak * _warming(count, self.warmup)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A straight line from `peak`, after the warm-up, to `end` at `total`."""
+
+    peak: float
+    total: int
+    warmup: int = 0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("linear", peak=self.peak, total=self.total, warmup=self.warmup, end=self.end)
+
+    def __call__(self, count: int) -> float:
+        if count < self.warmup:
+            return self.peak * _warming(count, self.warmup)
+        return self.end + (self.peak - self.end) * (1 - _progress(count, self.warmup, self.total))
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Half a cosine from `peak`, after the warm-up, to `end` at `total` (Loshchilov & Hutter, "SGDR", 2017)."""
+
+    peak: float
+    total: int
+    warmup: int = 0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("cosine", peak=self.peak, total=self.total, warmup=self.warmup, end=self.end)
+
+    def __call__(self, count: int) -> float:
+        if count < self.warmup:
+            return self.peak * _warming(count, self.warmup)
+        wave = math.cos(math.pi * _progress(count, self.warmup, self.total))
+        return self.end + (self.peak - self.end) * 0.5 * (1 + wave)
+
+
+@dataclass(frozen=True)
+class WSD:
+    """Warm-up, stable at `peak`, then a line to `end` over the last `decay` updates before `total` (MiniCPM, 2024)."""
+
+    peak: float
+    total: int
+    decay: int
+    warmup: int = 0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("wsd", peak=self.peak, total=self.total, warmup=self.warmup, end=self.end, decay=self.decay)
+
+    def __call__(self, count: int) -> float:
+        if count < self.warmup:
+            return self.peak * _warming(count, self.warmup)
+        return self.end + (self.peak - self.end) * (1 - _progress(count, self.total - self.decay, self.total))
+
+
+def constant(peak: float, *, warmup: int = 0) -> Constant:
+    """See `Constant`. Raises `UserError` for a negative argument, as all schedules do."""
+    return Constant(peak, warmup)
+
+
+def linear(peak: float, *, total: int, warmup: int = 0, end: float = 0.0) -> Linear:
+    """See `Linear`. Raises `UserError` if warmup > total."""
+    return Linear(peak, total, warmup, end)
+
+
+def cosine(peak: float, *, total: int, warmup: int = 0, end: float = 0.0) -> Cosine:
+    """See `Cosine`. Raises `UserError` if warmup > total."""
+    return Cosine(peak, total, warmup, end)
+
+
+def wsd(peak: float, *, total: int, decay: int, warmup: int = 0, end: float = 0.0) -> WSD:
+    """See `WSD`. Raises `UserError` if warmup + decay > total."""
+    return WSD(peak, total, decay, warmup, end)
+
+
+def _warming(count: int, warmup: int) -> float:
+    return min(1.0, (count + 1) / warmup) if warmup else 1.0
+
+
+def _progress(count: int, start: int, stop: int) -> float:
+    """0 up to `start`, 1 from `stop` on, a straight line between."""
+    if count >= stop:
+        return 1.0
+    return (count - start) / (stop - start) if count > start else 0.0
+
+
+def _check(name: str, **fields: float) -> None:
+    for field, value in fields.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise UserError(f"{name} needs {field} of at least 0, but got {field}={value}")
+    total = fields.get("total")
+    used = fields.get("warmup", 0) + fields.get("decay", 0)
+    if total is not None and used > total:
+        what = "warmup + decay" if "decay" in fields else "warmup"
+        raise UserError(f"{name} needs {what} of at most total={total}, but got {used}: raise total or lower it")

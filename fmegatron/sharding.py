@@ -1,0 +1,530 @@
+"""`sh`: a mesh, a table of rules, and the equations in which a program says what lies where.
+
+    sh = Sharding(mesh, rules)
+    h = sh(rms_norm(x, scale), "batch seq* embed -> batch seq embed | heads")
+    q = sh.dot(h, w, "batch seq embed, embed heads -> batch seq heads")
+
+Inside a step values are local tensors, and collectives happen only where an equation asks for another layout. Without a mesh
+every method is plain mathematics. An axis that no dim and no `|` of an equation names keeps its type; one named on the left
+only becomes Invariant; `|` names the dims whose axes a value enters to be read by work that differs along them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fmegatron import layout as lay
+from fmegatron import tree
+from fmegatron.collectives import LargestOverRanks, Move, Step, dual, run_step
+from fmegatron.equations import Side, einsum_of, parse_equation, parse_side
+from fmegatron.errors import ShardingError
+from fmegatron.function import apply_function
+from fmegatron.mesh import Mesh
+from fmegatron.placements import Invariant, Placement, Replicate, Type, placement_of, type_of
+from fmegatron.precision import Precision
+from fmegatron.product import product
+from fmegatron.rules import Rules, base
+from fmegatron.spec import Param, params_of
+
+NO_CAST = (None, None, None)
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """The explicit `sh` argument. Frozen: `with_tape` and `dataclasses.replace` make another one.
+
+    mesh: None means one device and plain mathematics.
+    rules: on which mesh axes each dim lies. Raises ShardingError when a row names an axis that the mesh lacks.
+    precision: dtypes at rest, in equations and in gradient sums.
+    tape, check: belong to the transforms (`split`) and to the checking mode (`checking.check`).
+    """
+
+    mesh: Mesh | None = None
+    rules: Rules = field(default_factory=Rules)
+    precision: Precision = field(default_factory=Precision)
+    tape: Any = None
+    check: Any = None
+    _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.mesh is None:
+            return
+        for name, row in self.rules.compute.items():
+            try:
+                self.mesh.expand(row)
+            except ShardingError as e:
+                raise ShardingError(f"rule {name}={row!r}: {e}") from None
+        try:
+            self.mesh.expand(self.rules.store)
+        except ShardingError as e:
+            raise ShardingError(f"store={self.rules.store!r}: {e}") from None
+
+    def with_tape(self, tape: Any) -> Sharding:
+        """The same sharding with the tape of one run of a block."""
+        return replace(self, tape=tape)
+
+    # ------------------------------------------------------------------------------------------------------- equations
+
+    def __call__(self, x: torch.Tensor, equation: str | None = None, **placements: tuple[Any, Any]) -> torch.Tensor:
+        """x in another layout: by names, sh(x, "batch seq* embed -> batch seq embed | heads"), or by placements per mesh axis,
+        source and target, sh(x, tp=(Partial(), Shard(1))). Both sides of an equation name the same dims in the same order."""
+        if self.mesh is None:
+            return x
+        if equation is None:
+            steps, source, target = self._by_placements(x.ndim, placements)
+            return self._moved(x, steps, source, target, f"sh(…, {placements})")
+        steps, source, target = self._plan(("move", equation), self._plan_move, equation)
+        if x.ndim != self._ndim(equation):
+            raise ShardingError(f"{equation!r} names {self._ndim(equation)} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}")
+        return self._moved(x, steps, source, target, equation)
+
+    def dot(self, x: torch.Tensor, w: torch.Tensor, equation: str, *, name: str = "dot") -> torch.Tensor:
+        """The product of two values over named dims: sh.dot(x, w, "batch seq embed, embed mlp -> batch seq mlp").
+
+        A contraction over a sharded dim is summed before it returns: by reduce-scatter where an output dim takes the axis, else
+        by all-reduce. `name` is what `remat` policies call this computation.
+        """
+        parsed = parse_equation(equation, 2)
+        for value, side in zip((x, w), parsed.inputs, strict=True):
+            if value.ndim != len(side.dims):
+                raise ShardingError(
+                    f"{equation!r}: operand {str(side)!r} names {len(side.dims)} dims, the tensor of shape {tuple(value.shape)} has {value.ndim}"
+                )
+        if self.mesh is None:
+            return product(x, w, einsum_of(parsed), tape=self.tape, name=name)
+        steps, lays, raw, target = self._plan(("dot", equation), self._plan_contraction, equation, 2)
+        with self._unchecked():
+            y = product(x, w, einsum_of(parsed), tape=self.tape, name=name)
+            y = self._run(y, steps)
+        return self.check.equation((x, w), lays, y, raw, target, equation) if self.check else y
+
+    def sum(self, x: torch.Tensor, equation: str) -> torch.Tensor:
+        """The sum over the dims that the output lacks, over all ranks that hold them: sh.sum(x, "batch seq ->")."""
+        gone = self._reduced_dims(x, equation)
+        if self.mesh is None:
+            return x.sum(gone) if gone else x
+        steps, lays, raw, target = self._plan(("sum", equation), self._plan_contraction, equation, 1)
+        with self._unchecked():
+            y = x.sum(gone) if gone else x
+            y = self._run(y, steps)
+        return self.check.equation((x,), lays, y, raw, target, equation) if self.check else y
+
+    def max(self, x: torch.Tensor, equation: str) -> torch.Tensor:
+        """The maximum over the dims that the output lacks, over all ranks that hold them. It has no gradient."""
+        gone = self._reduced_dims(x, equation)
+        if self.mesh is None:
+            return x.detach().amax(gone) if gone else x.detach()
+        _, lays, raw, target = self._plan(("max", equation), self._plan_max, equation)
+        with self._unchecked():
+            y = x.detach().amax(gone) if gone else x.detach()
+            axes = self.mesh.live(a for a in raw if raw[a] == "P")
+            y = apply_function(LargestOverRanks, y, self.mesh, axes) if axes else y
+        return self.check.equation((x,), lays, y, raw, target, equation) if self.check else y
+
+    def resolve(self, x: torch.Tensor, side: str, *, partial: str, to: str) -> torch.Tensor:
+        """x, of the layout `side` but Partial on the axes of the dims `partial`, in the layout `to`: what a primitive says of a
+        result of which each rank has a summand, such as a lookup in a sharded vocabulary."""
+        if self.mesh is None:
+            return x
+        steps, source, target = self._plan(("resolve", side, partial, to), self._plan_resolve, side, partial, to)
+        return self._moved(x, steps, source, target, f"{side} -> {to}", partial=True)
+
+    def primitive(self, f: Callable[..., Any], args: Sequence[Any], sides: Sequence[str | None], out: str | Sequence[str]) -> Any:
+        """f(*args), a local function that mixes or indexes along dims and is trusted for it. It declares one side of an
+        equation per argument (None for what is no tensor) and one per result, which the checking mode compares."""
+        if self.check is None:
+            return f(*args)
+        with self._unchecked():
+            y = f(*args)
+        results, texts = (y, out) if isinstance(y, tuple) else ((y,), (out,))
+        for x, side in zip(args, sides, strict=True):
+            if side is not None and tree.is_tensor(x):
+                self.check.declared(x, self._layout(side), f"argument {side!r}")
+        for x, side in zip(results, texts, strict=True):  # type: ignore[arg-type]
+            self.check.result(x, args, self._layout(side))  # type: ignore[arg-type]
+        return y
+
+    # ---------------------------------------------------------------------------------------------------- global indices
+
+    def axes(self, dim: str) -> tuple[str, ...]:
+        """The atomic mesh axes larger than one on which a dim lies; () without a mesh."""
+        return self.mesh.live(lay.axes_of(dim, self.mesh, self.rules)) if self.mesh is not None else ()
+
+    def index(self, dim: str, n: int, *, device: torch.device | str | None = None) -> torch.Tensor:
+        """The global positions that this rank holds of a dim of global size n: int64, one dim. The only source of positions,
+        masks, counters of dropout and token order, whatever the placement."""
+        positions = self.positions(lay.axes_of(dim, self.mesh, self.rules) if self.mesh is not None else (), n, dim, device)
+        if self.check is None:
+            return positions
+        return self.check.set(positions, lay.layout(parse_side(dim), self.mesh, self.rules, rest="I"))
+
+    def positions(self, axes: tuple[str, ...], n: int, what: str = "a dim", device: Any = None) -> torch.Tensor:
+        """The global positions that this rank holds of a dim of size n that an ordered tuple of axes cuts."""
+        where = torch.device(device) if device is not None else self.device
+        with self._unchecked():
+            live = self.mesh.live(axes) if self.mesh is not None else ()
+            if self.mesh is None or not live:
+                return torch.arange(n, device=where)
+            part = self._part(n, live, what)
+            return self.mesh.position(live) * part + torch.arange(part, device=where)
+
+    def local_size(self, dim: str, n: int) -> int:
+        """How much of a dim of global size n each rank holds. Raises ShardingError when it does not divide."""
+        axes = self.axes(dim)
+        return self._part(n, axes, dim) if axes else n
+
+    def _part(self, n: int, axes: tuple[str, ...], what: str) -> int:
+        assert self.mesh is not None
+        size = self.mesh.size(axes)
+        if n % size:
+            raise ShardingError(
+                f"dim {what!r} of size {n} does not divide by {size}, the size of mesh axes {', '.join(axes)}: "
+                "choose a size or a mesh that divides, or a rule without these axes"
+            )
+        return n // size
+
+    # -------------------------------------------------------------------------------------------------------- parameters
+
+    def use(self, params: Any, spec: Any) -> Any:
+        """Parameters at rest -> the values that equations read: cast to the compute dtype, then gathered. Differentiable: gradients
+        arrive in the layout at rest, summed over the dims in `over`, reduced in `precision.reduce`.
+
+        params, spec: trees of one structure (or one leaf and its Param).
+        """
+        return _map_params(self._use_one, params, spec)
+
+    def _use_one(self, w: torch.Tensor, param: Param) -> torch.Tensor:
+        if isinstance(w, DTensor):
+            w = w.to_local(grad_placements=w.placements)
+        compute = self.compute_dtype(param)
+        if self.mesh is None:
+            return w.to(compute)
+        steps, _, target = self._plan(("use", param), self._plan_use, param)
+        with self._unchecked():
+            if steps:
+                y = apply_function(Move, w, self.mesh, steps, (compute, None, self.reduce_dtype(param)))
+            else:
+                y = w.to(compute)
+            if self.check and y is w:
+                y = w.view_as(w)
+        return self.check.parameter(w, y, param, target) if self.check else y
+
+    def enter(self, w: torch.Tensor, param: Param) -> torch.Tensor:
+        """The forward half of `use` on one local leaf, without a gradient."""
+        w = w.detach().to(self.compute_dtype(param))
+        if self.mesh is not None:
+            for step in self._plan(("use", param), self._plan_use, param)[0]:
+                w = run_step(w, self.mesh, step)
+        return w
+
+    def leave(self, g: torch.Tensor, param: Param) -> torch.Tensor:
+        """The backward half of `use` on the gradient of one leaf: summed, and in the layout and dtype at rest."""
+        if self.mesh is not None:
+            steps = self._plan(("use", param), self._plan_use, param)[0]
+            g = g.to(self.reduce_dtype(param)) if steps else g
+            for step in dual(steps):
+                g = run_step(g, self.mesh, step)
+        return g.to(self.param_dtype(param))
+
+    def at_rest(self, x: torch.Tensor, param: Param) -> torch.Tensor:
+        """This rank's shard of a parameter as the leaf that trees hold: a DTensor, or x itself on one rank."""
+        if self.mesh is None or self.mesh.device_mesh is None:
+            return x
+        return self._dtensor(x, self.stored_placements(param), param.shape)
+
+    def shard(self, x: torch.Tensor, dims: str) -> torch.Tensor:
+        """This rank's part of a global tensor: local, of the layout that `dims` stands for."""
+        side = parse_side(dims)
+        if x.ndim != len(side.dims):
+            raise ShardingError(f"{dims!r} names {len(side.dims)} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}")
+        for d, name in enumerate(side.dims):
+            if self.axes(name):
+                x = x.index_select(d, self.index(name, x.shape[d], device=x.device))
+        return x
+
+    def shard_param(self, x: torch.Tensor, param: Param) -> torch.Tensor:
+        """This rank's stored shard of a parameter's global value, as a leaf at rest."""
+        if self.mesh is not None:
+            for d, held in enumerate(self._stored(param)[1]):
+                if self.mesh.live(held):
+                    x = x.index_select(d, self.positions(held, param.shape[d], device=x.device))
+        return self.at_rest(x.to(self.param_dtype(param)), param)
+
+    def place(self, x: torch.Tensor, dims: str, shape: Sequence[int]) -> torch.Tensor:
+        """A local part of a value of global `shape` as a DTensor at rest; x itself on one rank. Dims that lie on several axes
+        must list them in the mesh's order."""
+        if self.mesh is None or self.mesh.device_mesh is None:
+            return x
+        placements = [Replicate() if isinstance(p, Invariant) else p for p in self.placements(dims)]
+        return self._dtensor(x, placements, tuple(shape))
+
+    def local(self, values: Any) -> Any:
+        """The tree with every DTensor replaced by this rank's local tensor."""
+        return tree.tree_map(lambda t: t.to_local() if isinstance(t, DTensor) else t, values)
+
+    def _dtensor(self, x: torch.Tensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+        assert self.mesh is not None and self.mesh.device_mesh is not None
+        stride = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        return DTensor.from_local(
+            x, self.mesh.device_mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
+
+    def compute_dtype(self, param: Param) -> torch.dtype:
+        return param.dtype or self.precision.compute_dtype
+
+    def param_dtype(self, param: Param) -> torch.dtype:
+        return param.dtype or self.precision.params
+
+    def reduce_dtype(self, param: Param) -> torch.dtype:
+        return torch.promote_types(self.precision.reduce_dtype, param.dtype) if param.dtype else self.precision.reduce_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where new tensors are made."""
+        return self.mesh.device if self.mesh is not None else torch.device("cpu")
+
+    # --------------------------------------------------------------------------------------------- layouts, for the reader
+
+    @property
+    def axis_order(self) -> tuple[str, ...]:
+        """The atomic axes in the order in which placements are listed."""
+        return self.mesh.order if self.mesh is not None else ()
+
+    def placements(self, dims: str) -> list[Placement]:
+        """The placements that one side of an equation stands for, in the order of `axis_order`; Invariant where no dim lies."""
+        if self.mesh is None:
+            return []
+        types = lay.layout(parse_side(dims), self.mesh, self.rules, rest="I")
+        return [placement_of(types[a]) for a in self.mesh.order]
+
+    def stored_placements(self, param: Param) -> list[Placement]:
+        """The placements of a parameter at rest, in the order of `axis_order` (which is that of the DeviceMesh)."""
+        if self.mesh is None:
+            return []
+        at_rest = self._stored(param)[1]
+        types: dict[str, Type] = {a: d for d, by in enumerate(at_rest) for a in by}
+        return [placement_of(types[a]) if a in types else Replicate() for a in self.mesh.order]
+
+    def stored_shape(self, param: Param) -> tuple[int, ...]:
+        """The shape of each rank's shard of a parameter at rest."""
+        if self.mesh is None:
+            return param.shape
+        return tuple(n // self.mesh.size(by) for n, by in zip(param.shape, self._stored(param)[1], strict=True))
+
+    def stored_index(self, param: Param) -> tuple[torch.Tensor | None, ...] | None:
+        """Per dim the global positions of this rank's shard at rest (None: all of them); None without a mesh."""
+        if self.mesh is None:
+            return None
+        return tuple(
+            self.positions(by, n, name) if self.mesh.live(by) else None
+            for n, by, name in zip(param.shape, self._stored(param)[1], param.names, strict=True)
+        )
+
+    def held_by(self, param: Param) -> tuple[str, ...]:
+        """The axes larger than one that cut a parameter at rest: those over which a sum of its elements must run."""
+        return self.mesh.live(a for by in self._stored(param)[1] for a in by) if self.mesh is not None else ()
+
+    def check_spec(self, spec: Any) -> None:
+        """Raises ShardingError, naming parameter and sizes, when a spec has no layout under these rules; and when a row of the
+        rules is for a dim that neither the spec nor `rules.activations` knows."""
+        if self.mesh is None:
+            return
+        known = {base(n) for n in self.rules.activations}
+        for path, param in params_of(spec).items():
+            known |= {base(n) for n in (*param.names, *(parse_side(param.over).dims if param.over else ()))}
+            try:
+                self._stored(param)
+                if param.over is not None:
+                    self._over(param)
+            except ShardingError as e:
+                raise ShardingError(f"parameter {path!r}: {e}") from None
+        for name in self.rules.compute:
+            if base(name) not in known:
+                near = difflib.get_close_matches(base(name), sorted(known), 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ShardingError(
+                    f"rule {name!r} is for a dim that no parameter has and rules.activations ({', '.join(self.rules.activations)}) "
+                    f"does not list{hint}"
+                )
+
+    def explain(self, equation: str, **sizes: int) -> str:
+        """What an equation costs: each operand's placements, the collectives forward and backward, and with the global
+        sizes of all dims (embed=4096, …) the elements that each rank sends through them."""
+        from fmegatron.explain import explain
+
+        return explain(self, equation, sizes)
+
+    # ------------------------------------------------------------------------------------------------------------- plans
+
+    def _plan(self, key: Any, make: Callable[..., Any], *args: Any) -> Any:
+        """A plan is made once per equation. Under torch.compile it is made while tracing and costs nothing later."""
+        if torch.compiler.is_compiling():
+            return make(*args)
+        try:
+            found = self._plans.get(key)
+        except TypeError:  # a Param with unhashable placements
+            return make(*args)
+        if found is None:
+            found = self._plans[key] = make(*args)
+        return found
+
+    def _plan_move(self, equation: str) -> Any:
+        parsed = parse_equation(equation, 1)
+        left, right = parsed.inputs[0].dims, parsed.output.dims
+        if len(left) != len(right):
+            raise ShardingError(f"{equation!r} has {len(left)} dims on its left and {len(right)} on its right: sh(x, …) only moves a value")
+        return lay.reshape_plan(parsed, self.mesh, self.rules)  # type: ignore[arg-type]
+
+    def _plan_contraction(self, equation: str, operands: int) -> Any:
+        return lay.contraction_plan(parse_equation(equation, operands), self.mesh, self.rules)  # type: ignore[arg-type]
+
+    def _plan_max(self, equation: str) -> Any:
+        steps, lays, raw, target = self._plan_contraction(equation, 1)
+        if any(step.kind not in ("P>I", "P>R") for step in steps):
+            raise ShardingError(f"{equation!r}: sh.max only reduces; move the value to another layout with sh(x, …) first")
+        return steps, lays, raw, target
+
+    def _plan_resolve(self, side: str, partial: str, to: str) -> Any:
+        return lay.resolve_plan(parse_side(side), partial.split(), parse_side(to), self.mesh, self.rules)  # type: ignore[arg-type]
+
+    def _plan_use(self, param: Param) -> tuple[tuple[Step, ...], lay.Layout, lay.Layout]:
+        assert self.mesh is not None
+        compute, at_rest = self._stored(param)
+        source: lay.Layout = {a: "I" for a in self.mesh.sizes} | {a: d for d, by in enumerate(at_rest) for a in by}
+        target: lay.Layout = {a: "I" for a in self.mesh.sizes} | dict.fromkeys(self._over(param), "R")
+        target |= {a: "R" for a, t in self._own(param).items() if t == "R"}
+        target |= {a: d for d, by in enumerate(compute) for a in by}
+        steps = lay.steps_between(self.mesh, source, target, at_rest, compute, f"parameter {param.dims!r}")
+        return steps, source, target
+
+    def _over(self, param: Param) -> tuple[str, ...]:
+        assert self.mesh is not None
+        if param.over is None:
+            if self.mesh.world == 1 and self.check is None or self.check is not None:
+                return ()
+            raise ShardingError(
+                f"Param {param.dims!r} does not say what it is applied `over`: give over=\"batch seq\" or the like, "
+                "or infer it with spec = infer_over(loss, spec, batch)"
+            )
+        return tuple(a for n in parse_side(param.over).dims for a in lay.axes_of(n, self.mesh, self.rules))
+
+    def _own(self, param: Param) -> dict[str, Type]:
+        """A parameter's own placements by atomic axis."""
+        if self.mesh is None or param.placements is None:
+            return {}
+        found: dict[str, Type] = {}
+        for name, placement in param.placements.items():
+            kind = type_of(placement)
+            if kind == "P" or isinstance(kind, int) and kind >= len(param.shape):
+                raise ShardingError(f"Param {param.dims!r}: placement {placement} on {name!r} is no layout of a parameter of {len(param.shape)} dims")
+            found |= dict.fromkeys(self.mesh.expand(name), kind)
+        return found
+
+    def _stored(self, param: Param) -> tuple[lay.HeldBy, lay.HeldBy]:
+        assert self.mesh is not None
+        return self._plan(("stored", param), self._plan_stored, param)
+
+    def _plan_stored(self, param: Param) -> tuple[lay.HeldBy, lay.HeldBy]:
+        assert self.mesh is not None
+        return lay.stored(param.names, param.shape, self._own(param), self.mesh, self.rules)
+
+    def _layout(self, side: str) -> lay.Layout:
+        assert self.mesh is not None
+        return lay.layout(parse_side(side), self.mesh, self.rules)
+
+    def _by_placements(self, ndim: int, placements: dict[str, tuple[Any, Any]]) -> tuple[tuple[Step, ...], lay.Layout, lay.Layout]:
+        assert self.mesh is not None
+        source: lay.Layout = dict.fromkeys(self.mesh.sizes, "?")
+        target: lay.Layout = dict.fromkeys(self.mesh.sizes, "?")
+        for name, pair in placements.items():
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ShardingError(f"sh(x, {name}={pair!r}): give (source, target), such as {name}=(Partial(), Shard(1))")
+            for axis in self.mesh.expand(name):
+                source[axis], target[axis] = type_of(pair[0]), type_of(pair[1])
+        for types in (source, target):
+            for axis, kind in types.items():
+                if isinstance(kind, int) and not 0 <= kind < ndim:
+                    raise ShardingError(f"sh(x, {axis}=…): Shard({kind}) of a tensor of {ndim} dims")
+        have, want = ([tuple(a for a in self.mesh.order if t[a] == d) for d in range(ndim)] for t in (source, target))
+        return lay.steps_between(self.mesh, source, target, have, want, f"sh(x, {placements})"), source, target
+
+    # ----------------------------------------------------------------------------------------------------------- running
+
+    def _run(self, x: torch.Tensor, steps: tuple[Step, ...]) -> torch.Tensor:
+        return apply_function(Move, x, self.mesh, steps, NO_CAST) if steps else x
+
+    def _moved(
+        self,
+        x: torch.Tensor,
+        steps: tuple[Step, ...],
+        source: lay.Layout,
+        target: lay.Layout,
+        where: str,
+        *,
+        partial: bool = False,
+    ) -> torch.Tensor:
+        with self._unchecked():
+            y = self._run(x, steps)
+        return self.check.arrow(x, y, source, target, where, partial=partial) if self.check else y
+
+    def _unchecked(self) -> Any:
+        return self.check.paused() if self.check else _NOTHING
+
+    def _ndim(self, equation: str) -> int:
+        return len(parse_equation(equation, 1).inputs[0].dims)
+
+    def _reduced_dims(self, x: torch.Tensor, equation: str) -> list[int]:
+        parsed = parse_equation(equation, 1)
+        left, right = [base(n) for n in parsed.inputs[0].dims], [base(n) for n in parsed.output.dims]
+        if len(left) != x.ndim:
+            raise ShardingError(f"{equation!r} names {len(left)} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}")
+        if [n for n in left if n in right] != right:
+            raise ShardingError(f"{equation!r}: the output must name dims of the input, in their order")
+        return [d for d, n in enumerate(left) if n not in right]
+
+
+class _Nothing:
+    """A context that does nothing (contextlib's own costs a graph guard)."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+
+_NOTHING = _Nothing()
+
+
+def _map_params(f: Callable[[torch.Tensor, Param], torch.Tensor], params: Any, spec: Any) -> Any:
+    """f over two trees of one structure. Written out for dicts, so that torch.compile sees plain Python."""
+    if isinstance(spec, Param):
+        return params if params is None else f(params, spec)
+    if isinstance(spec, dict):
+        if not isinstance(params, dict) or params.keys() != spec.keys():
+            got = sorted(map(str, params)) if isinstance(params, dict) else type(params).__name__
+            raise ShardingError(f"parameters and spec differ: parameters have {got}, the spec {sorted(map(str, spec))}")
+        return {k: _map_params(f, params[k], spec[k]) for k in spec}
+    if isinstance(spec, list | tuple):
+        return type(spec)(_map_params(f, p, s) for p, s in zip(params, spec, strict=True))
+    return tree.tree_map(f, params, spec)
+
+
+def placements(spec: Any, mesh: Mesh, rules: Rules) -> Any:
+    """The DTensor placements of every parameter at rest, as a tree like `spec` of tuples in the order of the mesh's DeviceMesh.
+
+    Raises ShardingError for rules, sizes or dims that do not fit, naming the parameter.
+    """
+    sh = Sharding(mesh, rules)
+    sh.check_spec(spec)
+    return tree.like(spec, [tuple(sh.stored_placements(p)) for p in params_of(spec).values()])
+
+
+__all__ = ["Sharding", "Side", "placements"]

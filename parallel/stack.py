@@ -1,0 +1,260 @@
+"""The layers of a model in turn: `stack`, and `chain` for the parts of a pipeline stage.
+
+`stack` is where ZeRO-3 (FSDP) lives: a layer's parameters are gathered one layer before it runs, forward and backward, and dropped
+behind it; its gradients are reduced to their owners behind its backward. Blocks receive gathered parameters and know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmegatron.context import Ctx
+from fmegatron.errors import UserError
+from fmegatron.function import linear_map, under_torch_func
+from fmegatron.random import fold_in, to_tensor
+from fmegatron.remat import joined, remat
+from fmegatron.sharding import Sharding
+from fmegatron.split import Split, everything, split, uncompiled
+from fmegatron.tree import add, is_float, is_tensor, leaves, like, tensors, tree_map
+
+
+@dataclass(frozen=True)
+class Store:
+    """How the parameters of layers rest.
+
+    `gather(params, index) -> started` begins to gather one layer's parameters, `reduce(gradients, index) -> started` to reduce its
+    gradients into the layout at rest, and `wait(started) -> tree` ends either. None are leaves. `use(params, index)` is both
+    together as one differentiable function, for torch.func; by default it is made of the others.
+    """
+
+    gather: Callable[[Any, int], Any]
+    reduce: Callable[[Any, int], Any]
+    wait: Callable[[Any], Any] = lambda started: started
+    use: Callable[[Any, int], Any] | None = None
+
+    def differentiable(self, params: Any, index: int) -> Any:
+        """The gathered parameters as a function that can be differentiated any number of times."""
+        if self.use is not None:
+            return self.use(params, index)
+        flat = leaves(params)
+        some = [t for t in flat if is_float(t)]
+
+        def through(how: Callable) -> Callable:
+            def run(ts: list[torch.Tensor]) -> list[torch.Tensor]:
+                new = iter(ts)
+                out = self.wait(how(like(params, [next(new) if is_float(t) else t for t in flat]), index))
+                return [t for t, was in zip(leaves(out), flat, strict=True) if is_float(was)]
+
+            return run
+
+        new = iter(linear_map(through(self.gather), through(self.reduce), some))
+        return like(params, [next(new) if is_float(t) else t for t in flat])
+
+
+def sharded_store(sh: Sharding, spec: Mapping[int, Any]) -> Store:
+    """The store of layers that rest as `sh` lays out the parameters of `spec`, a spec tree per layer index."""
+
+    def each(how: Callable, tree: Any, index: int) -> Any:
+        return tree_map(lambda t, param: how(t, param) if is_float(t) else t, tree, spec[index])
+
+    return Store(
+        gather=lambda params, index: each(sh.enter, params, index),
+        reduce=lambda grads, index: each(sh.leave, grads, index),
+        use=lambda params, index: each(sh.use, params, index),
+    )
+
+
+def stack(
+    block: Callable,
+    spec: Mapping[int, Any] | None = None,
+    *,
+    save: Callable[[str], bool] = everything,
+    free: bool = True,
+    compile: bool | Mapping[str, Any] = False,
+    store: Store | Callable[[Ctx], Store | None] | None = None,
+) -> Callable:
+    """f(layers, carry, ctx) -> carry: the layers {index: params} in the order of their indices, each by block(params, carry, ctx).
+
+    A layer's ctx has its index in `layer` and its own key, folded from ctx.key by that index.
+
+    spec: {index: spec tree}: the layers' parameters rest as ctx.sh lays these out; they are cast and gathered layer by layer, and
+        their gradients reduced. Without it blocks get the parameters as they are.
+    save: what is kept for a layer's backward (see `remat`).
+    free: drop gathered parameters behind the forward and gather them again for the backward: at most two layers' are alive. If
+        not, they are kept from forward to backward (ZeRO-2's exchange of memory for communication).
+    compile: compile the block, innermost; or the arguments of torch.compile. fullgraph is the default.
+    store: another way to keep parameters than `spec`; or a function of ctx that gives it.
+
+    Under torch.func, without a store, and in the checking mode this is a plain loop over the layers.
+    """
+    inner = compiled(block, {} if compile is True else compile) if compile is not False else block
+    body = inner if save is everything else remat(inner, save)
+    if spec is not None and store is not None:
+        raise UserError("stack takes spec=… or store=…, not both")
+
+    def store_of(ctx: Ctx) -> Store | None:
+        if spec is not None:
+            return sharded_store(ctx.sh, spec)
+        return store(ctx) if callable(store) else store
+
+    def layer_ctx(ctx: Ctx, index: int) -> Ctx:
+        key = ctx.key
+        if key is not None:
+            key = fold_in(key, index)
+            # Numbers in a key are constants of a graph: every layer would be compiled anew.
+            key = to_tensor(key, ctx.sh.device) if inner is not block else key
+        return ctx.replace(layer=index, key=key)
+
+    def plain(layers: Mapping[int, Any], carry: Any, ctx: Ctx) -> Any:
+        own = store_of(ctx)
+        layer = uncompiled(block) if under_torch_func() and save is everything else body
+        for index in sorted(layers):
+            p = layers[index] if own is None else own.differentiable(layers[index], index)
+            carry = layer(p, carry, layer_ctx(ctx, index))
+        return carry
+
+    def parts(layers: Mapping[int, Any]) -> list[tuple[Split, Any, int]]:
+        return [(halves, layers[index], index) for index in sorted(layers)]
+
+    def place(layers: Mapping[int, Any], grads: list[Any]) -> dict[int, Any]:
+        return dict(zip(sorted(layers), grads, strict=True))
+
+    halves = split(body)
+    whole = joined(_in_turn(parts, place, layer_ctx, store_of, free), plain)
+
+    def f(layers: Mapping[int, Any], carry: Any, ctx: Ctx) -> Any:
+        if ctx.sh.check is not None or store_of(ctx) is None:
+            return plain(layers, carry, ctx)
+        return whole(layers, carry, ctx)
+
+    f.split = whole.split  # type: ignore[attr-defined]
+    return f
+
+
+def chain(*parts: tuple[Callable, Callable]) -> Callable:
+    """f(params, x, ctx): functions in turn, each given as (which part of params it gets, function): a pipeline stage is
+    chain((embedding, embed), (layers, stack(…)), (rest, head)). A leaf of two parts (a tied embedding) gets the sum of its gradients."""
+    picks = [pick for pick, _ in parts]
+    splits = [split(f, hidden=False) for _, f in parts]
+
+    def place(p: Any, grads: list[Any]) -> Any:
+        out: list[Any] = [None] * len(leaves(p))
+        number = like(p, range(len(out)))
+        for pick, g in zip(picks, grads, strict=True):
+            for i, t in zip(leaves(pick(number)), leaves(g), strict=True):
+                out[i] = add(out[i], t)
+        return like(p, out)
+
+    def plain(p: Any, x: Any, ctx: Ctx) -> Any:
+        for pick, f in parts:
+            x = f(pick(p), x, ctx)
+        return x
+
+    def run(p: Any) -> list[tuple[Split, Any, int]]:
+        return [(s, pick(p), i) for i, (pick, s) in enumerate(zip(picks, splits, strict=True))]
+
+    return joined(_in_turn(run, place, lambda ctx, index: ctx, lambda ctx: None, True), plain)
+
+
+def compiled(block: Callable, options: Mapping[str, Any]) -> Callable:
+    """torch.compile of a block with room for the graphs that it needs: up to three for training and one for evaluation per
+    shape of its inputs and structure of its parameters. dynamo's limit of 8 counts per function and then fails."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 64)
+    return torch.compile(block, **{"fullgraph": True, **options})
+
+
+@dataclass
+class _Run:
+    """The residual of functions in turn: their residuals, gathered parameters where they are kept, and the store they came from."""
+
+    residuals: list[Any]
+    full: list[tuple[Split, Any, int]]
+    store: Store | None
+
+
+@dataclass
+class _LeftOver:
+    """What is left to do for the weights of functions in turn."""
+
+    params: Any
+    left: list[tuple[Split, Any, int]]
+    store: Store | None
+
+
+def _gather(store: Store | None, p: Any, index: int) -> Any:
+    return p if store is None else store.gather(p, index)
+
+
+def _reduce(store: Store | None, g: Any, index: int) -> Any:
+    return g if store is None else store.reduce(g, index)
+
+
+def _wait(store: Store | None, tree: Any) -> Any:
+    return tree if store is None else store.wait(tree)
+
+
+def _ahead(todo: list[tuple[Split, Any, int]], store: Store | None) -> Iterator[tuple[Split, Any, int]]:
+    """The parts with their parameters gathered, each gather begun while the part before runs."""
+    started: deque = deque()
+    for n, (s, _, index) in enumerate(todo):
+        started.extend(_gather(store, p, i) for _, p, i in todo[n + len(started) : n + 2])
+        yield s, _wait(store, started.popleft()), index
+
+
+def _in_turn(parts: Callable, place: Callable, ctx_of: Callable, store_of: Callable, free: bool) -> Split:
+    """The split of functions run in turn.
+
+    `parts(params) -> [(split, its params, index)]`; `place(params, their gradients) -> gradients`; `ctx_of(ctx, index)`: the
+    context of a part.
+    """
+
+    def forward(p: Any, x: Any, ctx: Ctx, joint: bool = False, trainable: Any = None) -> tuple[Any, _Run]:
+        trainable = like(p, [is_float(t) for t in leaves(p)]) if trainable is None else trainable
+        wanted = {index: t for _, t, index in parts(trainable)}
+        run = _Run([], [], store_of(ctx))
+        for s, q, index in _ahead(parts(p), run.store):
+            x, residual = s.forward(q, x, ctx_of(ctx, index), joint, wanted[index])
+            run.residuals.append(residual)
+            if not free:
+                run.full.append((s, q, index))
+            del q  # before the next one is waited for
+        return x, run
+
+    def behind(run: _Run, p: Any) -> Iterator[tuple[Split, Any, int]]:
+        """The parts from last to first, with their parameters."""
+        if not run.full:
+            return _ahead(parts(p)[::-1], run.store)
+        return (run.full.pop() for _ in range(len(run.full)))
+
+    def backward(run: _Run, g: Any, p: Any) -> tuple[Any, Any]:
+        grads: list[Any] = []
+        for s, q, index in behind(run, p):
+            g, own = s.backward(run.residuals.pop(), g, q)
+            grads.append(_reduce(run.store, own, index))
+            del q, own
+        return g, place(p, [_wait(run.store, t) for t in reversed(grads)])
+
+    def backward_input(run: _Run, g: Any, p: Any) -> tuple[Any, _LeftOver]:
+        left: list[tuple[Split, Any, int]] = []
+        for s, q, index in behind(run, p):
+            g, own = s.backward_input(run.residuals.pop(), g, q)
+            left.append((s, own, index))
+            del q, own
+        nothing = tree_map(lambda t: None, p)
+        return g, _LeftOver(nothing, left, run.store)
+
+    def backward_weight(todo: _LeftOver) -> Any:
+        grads: list[Any] = []
+        while todo.left:
+            s, own, index = todo.left.pop()  # from the first to the last
+            grads.append(_reduce(todo.store, s.backward_weight(own), index))
+            del own
+        return place(todo.params, [_wait(todo.store, t) for t in grads])
+
+    return Split(forward, backward, backward_input, backward_weight)
