@@ -1,12 +1,12 @@
 """`accumulate`: the gradient of a loss over the global batch, in microbatches, every term exactly weighted.
 
-A loss is sums. `loss(params, batch, ctx) -> (terms, stats)` gives each term's *unsummed* items; its weight (unmasked tokens,
-sequences, …) is known from the batch alone. The value is
+A loss is sums. `loss(params, batch, ctx) -> (terms, stats)` gives each term's *unsummed* items; its weight (unmasked
+tokens, sequences, …) is known from the batch alone. The value is
 
     Σ over terms: coefficient · Σ items ÷ Σ weight          (sums over the global batch; a weight of 0 gives 0)
 
-whatever the number of microbatches and ranks, however unequal they are. (The mean over ranks of a mean over local tokens is not
-that, and its gradients are wrong for unequal masks: a bug that several frameworks have shipped.)
+whatever the number of microbatches and ranks, however unequal they are. (The mean over ranks of a mean over local
+tokens is not that, and its gradients are wrong for unequal masks: a bug that several frameworks have shipped.)
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch
 
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
-from fmegatron.grad import Trainable, as_at_rest, cut, higher_order, scalar, to_local, trainable_leaves
+from fmegatron.grad import Trainable, as_at_rest, higher_order, scalar, to_local, trainable_leaves
 from fmegatron.sharding import Sharding
-from fmegatron.tree import detached, is_float, is_tensor, leaves, like, named, tensors, tree_map
+from fmegatron.tree import detached, is_tensor, leaves, like, named, tensors, tree_map
 
 
 @dataclass(frozen=True)
 class Term:
     """One term of a loss: its unsummed items and their dims, e.g. Term(per_token, "batch seq").
 
-    weight: in a loss of this term alone, what its sum is divided by, instead of a function `weights`: items of the same dims, such as the
-        mask. Among `stats`, dims may keep some: Term(load, "batch seq expert -> expert").
+    weight: in a loss of this term alone, what its sum is divided by, instead of a function `weights`: items of the
+        same dims, such as the mask. Among `stats`, dims may keep some: Term(load, "batch seq expert -> expert").
     """
 
     items: torch.Tensor
@@ -62,21 +62,25 @@ def accumulate(
 ) -> Callable:
     """f(params, batch, ctx=Ctx()) -> ((total, metrics), gradients) of `loss(params, batch, ctx) -> (terms, stats)`.
 
-    loss: terms is a dict of `Term`s, or one Term; stats is a tree of further tensors or Terms (or None), summed over the batch.
-    microbatches: into how many parts each rank cuts its rows (the first dim of every tensor of the batch), as evenly as they go.
-    weights: weights(batch) -> {name: Weight} with a Weight for every term; it is called once, on the batch as this rank holds it. May be
-        left out for a loss of one term that has a `weight` of its own.
+    loss: terms is a dict of `Term`s, or one Term; stats is a tree of further tensors or Terms (or None), summed over
+        the batch.
+    microbatches: into how many parts each rank cuts its rows (the first dim of every tensor of the batch), as evenly
+        as they go.
+    weights: weights(batch) -> {name: Weight} with a Weight for every term; it is called once, on the batch as this
+        rank holds it. May be left out for a loss of one term that has a `weight` of its own.
     trainable: as for `value_and_grad`.
     dtype: gradients are accumulated in this type or their own, whichever is wider; so is what comes back.
-    enter, leave: how parameters are gathered once before the first microbatch, and gradients reduced once behind the last
-        one (ZeRO-1 and -2). Functions of a tree; the second is the transpose of the first.
+    enter, leave: how parameters are gathered once before the first microbatch, and gradients reduced once behind the
+        last one (ZeRO-1 and -2). Functions of a tree whose leaves may be None; the second is the first's transpose.
 
-    metrics: {"terms": {name: mean}, "sums": …, "weights": …, "stats": …} of the global batch, without gradients. With a key in ctx,
-    ctx.rows tells every microbatch the global indices of its rows, so that dropout masks do not depend on the cut.
+    metrics: {"terms": {name: mean}, "sums": …, "weights": …, "stats": …} of the global batch, without gradients. With
+        a key in ctx, ctx.rows tells every microbatch the global indices of its rows, so that dropout masks do not
+        depend on the cut.
 
-    Gradients are added in place as the backward makes them: memory holds one set of them. Inside a torch.func transform they can be
-    differentiated again. Leaves at rest (DTensors) are unwrapped and gradients placed as by `value_and_grad`. Raises UserError for a batch
-    with fewer rows than microbatches, and for terms that disagree with their weights.
+    Gradients are added in place as the backward makes them: memory holds one set of them. Inside a torch.func
+    transform they can be differentiated again. Leaves at rest (DTensors) are unwrapped, and their gradients placed, as
+    by `value_and_grad`. Raises UserError for a batch with fewer rows than microbatches, and for terms that disagree
+    with their weights.
     """
     if microbatches < 1:
         raise UserError(f"microbatches={microbatches} must be at least 1")
@@ -101,9 +105,12 @@ def accumulate(
 
             aux = add_up(of, params, wanted, grads, dtype)
             sums.add(aux)
-        total, metrics, factor = sums.finish(known, scale)
+        total, metrics, factor = sums.finish(scale)
         if factor is not None:
-            grads = [g if g is None else g * factor.to(g.dtype) if composable else g.mul_(factor.to(g.dtype)) for g in grads]
+            for i, g in enumerate(grads):
+                if g is not None:
+                    c = as_factor(factor, g)
+                    grads[i] = g * c if composable else g.mul_(c)
         if leave is not None:
             grads = leaves(leave(like(params, grads)))
         return (total, metrics), as_at_rest(grads, at_rest)
@@ -111,11 +118,17 @@ def accumulate(
     return run
 
 
-def scales(weights: Mapping[str, Weight], sh: Sharding) -> dict[str, tuple[torch.Tensor | float, torch.Tensor | float]]:
-    """{name: (weight of the global batch, by what the term's sum is multiplied: coefficient ÷ weight, or 0)}; needs no forward."""
+Scales = dict[str, tuple[Any, Any]]
+
+
+def scales(weights: Mapping[str, Weight], sh: Sharding) -> Scales:
+    """{name: (weight of the global batch, coefficient ÷ weight)} as numbers or 0-d tensors; needs no forward.
+
+    The second is 0 for a weight of 0.
+    """
     found = {}
     for name, w in weights.items():
-        total = summed(w.items, w.dims, sh) if is_tensor(w.items) else w.items
+        total = summed(w.items, w.dims, sh) if isinstance(w.items, torch.Tensor) else w.items
         found[name] = total, reciprocal(total) * w.coefficient
     return found
 
@@ -129,7 +142,7 @@ def reciprocal(w: Any) -> Any:
 
 
 def summed(items: torch.Tensor, dims: str, sh: Sharding) -> torch.Tensor:
-    """The sum of items over all ranks and all dims, or all but those behind an arrow in `dims`. A mask of bools is counted."""
+    """The sum of items over all ranks and dims, or all dims but those behind an arrow in `dims`; bools are counted."""
     if items.dtype == torch.bool:
         items = items.long()
     if not dims and not items.dim():
@@ -137,34 +150,41 @@ def summed(items: torch.Tensor, dims: str, sh: Sharding) -> torch.Tensor:
     return sh.sum(items, dims if "->" in dims else f"{dims} ->")
 
 
-def evaluate(terms: Any, stats: Any, known: Mapping[str, Weight] | None, scale: Any, sh: Sharding) -> tuple[torch.Tensor, dict[str, Any]]:
+def evaluate(
+    terms: Any, stats: Any, known: Mapping[str, Weight] | None, scale: Scales | None, sh: Sharding
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """(what to differentiate, sums) of one microbatch."""
     if isinstance(terms, Term):
         terms = {next(iter(known)) if known and len(known) == 1 else "loss": terms}
     if not isinstance(terms, Mapping) or not terms or not all(isinstance(t, Term) for t in terms.values()):
-        raise UserError(f"a loss must return (terms, stats) with terms a Term or a dict of Terms, not {type(terms).__name__}")
+        raise UserError(
+            f"a loss must return (terms, stats) with terms a Term or a dict of Terms, not {type(terms).__name__}"
+        )
     sums = {name: summed(t.items, t.dims, sh) for name, t in terms.items()}
     aux = {"sums": sums, "stats": tree_map(lambda t: summed(t.items, t.dims, sh) if isinstance(t, Term) else t, stats)}
-    if known is None:
+    if known is None or scale is None:
         (term,) = terms.values() if len(terms) == 1 else (None,)
         if term is None or term.weight is None:
             raise UserError(
-                f"a loss with the terms {', '.join(terms)} needs weights=…, a function of the batch that gives each term's Weight "
-                "(only a loss of one Term with a weight of its own can do without)"
+                f"a loss with the terms {', '.join(terms)} needs weights=…, a function of the batch that gives each "
+                "term's Weight (only a loss of one Term with a weight of its own can do without)"
             )
         aux["weight"] = summed(term.weight, term.dims, sh)
         value = next(iter(sums.values()))
     else:
         if terms.keys() != known.keys():
-            raise UserError(f"the loss has the terms {', '.join(sorted(terms))}, but weights(batch) gives {', '.join(sorted(known))}")
+            raise UserError(
+                f"the loss has the terms {', '.join(sorted(terms))}, "
+                f"but weights(batch) gives {', '.join(sorted(known))}: give every term one Weight"
+            )
         parts = [s * as_factor(scale[name][1], s) for name, s in sums.items()]
         value = sum(parts[1:], start=parts[0])
     return scalar(value), aux
 
 
-def as_factor(c: torch.Tensor | float, of: torch.Tensor) -> Any:
-    """A 0-d factor in the dtype of what it multiplies."""
-    return c.to(of.dtype) if is_tensor(c) else c
+def as_factor(c: Any, of: torch.Tensor) -> Any:
+    """A number, or a 0-d tensor in the dtype of what it multiplies."""
+    return c.to(of.dtype) if isinstance(c, torch.Tensor) else c
 
 
 class _Sums:
@@ -180,27 +200,27 @@ class _Sums:
         pairs = zip(leaves(self.total), leaves(aux), strict=True)
         self.total = like(aux, [a + b if is_tensor(a) else b for a, b in pairs])
 
-    def finish(self, known: Mapping[str, Weight] | None, scale: Any) -> tuple[torch.Tensor, dict[str, Any], Any]:
-        """(value of the loss, metrics, by what the gradients are still to be multiplied)."""
+    def finish(self, scale: Scales | None) -> tuple[torch.Tensor, dict[str, Any], Any]:
+        """(value of the loss, metrics, by what the gradients are still to be multiplied or None)."""
         assert self.total is not None
-        sums, factor = self.total["sums"], None
-        if known is None:
-            (name,) = sums
-            weight = self.total["weight"]
+        sums, stats, factor = self.total["sums"], self.total["stats"], None
+        if scale is None:
+            (name,), weight = sums, self.total["weight"]
             factor = reciprocal(weight)
-            scale, coefficient = {name: (weight, factor)}, {name: 1.0}
-        else:
-            coefficient = {name: w.coefficient for name, w in known.items()}
+            scale = {name: (weight, factor)}
         parts = [s * as_factor(scale[name][1], s) for name, s in sums.items()]
         means = {name: s * as_factor(reciprocal(scale[name][0]), s) for name, s in sums.items()}
-        metrics = {"terms": means, "sums": sums, "weights": {name: scale[name][0] for name in sums}, "stats": self.total["stats"]}
-        metrics["coefficients"] = coefficient
+        weights = {name: scale[name][0] for name in sums}
+        metrics = {"terms": means, "sums": sums, "weights": weights, "stats": stats}
         return sum(parts[1:], start=parts[0]), metrics, factor
 
 
-def _add_in_place(of: Callable, params: Any, wanted: list[bool], grads: list[Any], dtype: torch.dtype) -> dict[str, Any]:
+def _add_in_place(
+    of: Callable, params: Any, wanted: list[bool], grads: list[Any], dtype: torch.dtype
+) -> dict[str, Any]:
     """Adds of's gradients to `grads`, each leaf's as soon as the backward has it."""
-    flat = [cut([t])[0] if w else t.detach() if is_tensor(t) else t for t, w in zip(leaves(params), wanted, strict=True)]
+    flat = leaves(detached(params))
+    inputs = [t.requires_grad_() for t, w in zip(flat, wanted, strict=True) if w]
     with torch.enable_grad():
         value, aux = of(like(params, flat))
 
@@ -219,7 +239,6 @@ def _add_in_place(of: Callable, params: Any, wanted: list[bool], grads: list[Any
     for i, leaf in enumerate(flat):
         if wanted[i]:
             leaf.register_post_accumulate_grad_hook(take(i))
-    inputs = [leaf for leaf, w in zip(flat, wanted, strict=True) if w]
     if value.requires_grad and inputs:
         torch.autograd.backward(value, inputs=inputs)
     for i, leaf in enumerate(flat):
@@ -228,7 +247,9 @@ def _add_in_place(of: Callable, params: Any, wanted: list[bool], grads: list[Any
     return detached(aux)
 
 
-def _add_by_torch_func(of: Callable, params: Any, wanted: list[bool], grads: list[Any], dtype: torch.dtype) -> dict[str, Any]:
+def _add_by_torch_func(
+    of: Callable, params: Any, wanted: list[bool], grads: list[Any], dtype: torch.dtype
+) -> dict[str, Any]:
     """The same where the gradients may be differentiated again: nothing in place."""
     flat = leaves(params)
     builder: list[Callable] = []
@@ -269,17 +290,21 @@ def row_count(batch: Any) -> int | None:
     sizes = {path: t.shape[0] for path, t in named(batch).items() if is_tensor(t) and t.dim()}
     if len(set(sizes.values())) > 1:
         shown = ", ".join(f"{path}: {n}" for path, n in sizes.items())
-        raise UserError(f"the batch's tensors differ in their first dim, its rows ({shown}): put what is no row-wise data in ctx.extras")
+        raise UserError(
+            f"the batch's tensors differ in their first dim, its rows ({shown}): put what is no row-wise data in ctx.extras"
+        )
     return next(iter(sizes.values()), None)
 
 
 def cut_batch(batch: Any, ctx: Ctx, n: int) -> list[tuple[Any, Ctx]]:
-    """The n microbatches of what this rank holds, each with its context. 0-d tensors and other leaves go to all of them."""
+    """The n microbatches of what this rank holds, each with its context. 0-d tensors and other leaves go to all."""
     if n == 1:
         return [(batch, ctx)]
     rows = row_count(batch)
     if rows is None or rows < n:
-        raise UserError(f"microbatches={n} needs at least as many rows of the batch on every rank, which holds {rows or 0}: use fewer")
+        raise UserError(
+            f"microbatches={n} needs at least as many rows of the batch on every rank, which holds {rows or 0}: use fewer"
+        )
 
     def part(t: Any, i: int) -> Any:
         return torch.tensor_split(t, n)[i] if is_tensor(t) and t.dim() else t

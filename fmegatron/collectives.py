@@ -50,6 +50,10 @@ COST = {
     "S>S": "all-to-all",
 }
 
+# torch 2.13 renamed two of its functional collectives.
+_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
 # Which axes enter or leave which dim: ((dim, axes with the major one first), ...)
 Held = tuple[tuple[int, tuple[str, ...]], ...]
 
@@ -143,12 +147,12 @@ def run_step(x: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
         return x
     group = mesh.group(axes)
     if kind in ("S>R", "S>I"):
-        return _join(functional.wait_tensor(functional.all_gather_tensor(x.contiguous()[None], 0, group)), mesh, step)
+        return _join(functional.wait_tensor(_all_gather(x.contiguous()[None], 0, group)), mesh, step)
     if kind in ("P>I", "P>R"):
         return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
     pieces = _split(x, mesh, step).contiguous()
     if kind == "P>S":
-        return functional.wait_tensor(functional.reduce_scatter_tensor(pieces, "sum", 0, group))[0]
+        return functional.wait_tensor(_reduce_scatter(pieces, "sum", 0, group))[0]
     if kind == "S>S":
         return _join(functional.wait_tensor(functional.all_to_all_single(pieces, None, None, group)), mesh, step)
     raise ShardingError(f"{kind} is no arrow")

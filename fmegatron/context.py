@@ -26,8 +26,8 @@ class Ctx:
     rows: global indices of the batch's rows, "batch", by which dropout draws its numbers; `accumulate` sets it.
     extras: any further tree.
 
-    Its tensors need no gradient: a block is differentiated by its parameters and its input alone. As a pytree, tensors and
-    the key are children; `sh` and `layer` are part of the structure.
+    Its tensors need no gradient: a block is differentiated by its parameters and its input alone. As a pytree,
+        tensors and the key are children; `sh` and `layer` are part of the structure.
     """
 
     sh: Sharding = field(default_factory=Sharding)

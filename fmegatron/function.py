@@ -18,7 +18,8 @@ def under_torch_func() -> bool:
 def apply_function(cls: type[Function], *args: Any) -> Any:
     """`cls.apply(*args)` without the 10 to 30 µs in which `apply` inspects signatures on the host.
 
-    Every argument of `forward` must be given, by position. Under torch.func and in compiled code it is `cls.apply` itself.
+    Every argument of `forward` must be given, by position. Under torch.func and in compiled code it is `cls.apply`
+    itself.
     """
     if torch.compiler.is_compiling() or under_torch_func() or torch._C._len_torch_function_stack():
         return cls.apply(*args)  # (a torch-function mode, such as the checking mode, watches `apply`)
@@ -45,8 +46,9 @@ class Linear(Function):
 
 
 def linear_map(there: Callable, back: Callable, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`there(xs)` for a linear function of a list of tensors whose transpose is `back`: differentiable any number of times.
+    """`there(xs)` for a linear function of a list of tensors whose transpose is `back`.
 
-    Both take and give lists of equal length; what they do inside (collectives, say) is not differentiated.
+    Differentiable any number of times. Both take and give lists of equal length; what they do inside (collectives, say)
+    is not differentiated.
     """
     return list(apply_function(Linear, there, back, *xs)) if xs else []

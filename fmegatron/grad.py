@@ -1,4 +1,4 @@
-"""`value_and_grad`: a function and its gradient, with the memory of torch.autograd.grad, composable like torch.func's."""
+"""`value_and_grad`: with the memory of torch.autograd.grad, and composable like torch.func's."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from fmegatron.errors import UserError
 from fmegatron.function import under_torch_func
 from fmegatron.tree import detached, is_float, leaves, like, paths, tensors, tree_map
 
-Trainable = Any  # a tree of bools like the parameters, a predicate on a leaf's dotted name, or None: every floating leaf
+# A tree of bools like the parameters, a predicate on a leaf's dotted name, or None: every floating leaf.
+Trainable = Any
 
 
 def value_and_grad(f: Callable, has_aux: bool = False, *, trainable: Trainable = None) -> Callable:
-    """f(params, *args) -> scalar, or with has_aux (scalar, aux)   becomes   (params, *args) -> (value, gradients).
+    """f(params, *args) -> scalar becomes (params, *args) -> (value, gradients).
+
+    has_aux: f returns (scalar, aux), and the result is ((value, aux), gradients).
 
     trainable: which leaves get a gradient: a tree of bools like params, or a predicate on a leaf's dotted name such as
         "layers.3.q". The others, and integer leaves, are constants and have None in place of a gradient.
-    Leaves at rest (DTensors, in params or args) reach f as this rank's local tensors; their gradients are DTensors of the same
-    placements. A leaf that f does not use has a gradient of zeros.
+    Leaves at rest (DTensors, in params or args) reach f as this rank's local tensors; their gradients are DTensors of
+    the same placements. A leaf that f does not use has a gradient of zeros.
 
-    The graph is freed as the gradients are made. Inside a torch.func transform, or when an argument needs a gradient already, the
-    gradients are torch.func's and can be differentiated again; `aux` is never differentiated. Raises UserError when f's value is no 0-d
-    floating-point tensor.
+    The graph is freed as the gradients are made. Inside a torch.func transform, or when an argument needs a gradient
+    already, the gradients are torch.func's and can be differentiated again; `aux` is never differentiated. Raises
+    UserError when f's value is no 0-d floating-point tensor.
     """
 
     def run(params: Any, *args: Any) -> tuple[Any, Any]:
@@ -42,7 +45,9 @@ def value_and_grad(f: Callable, has_aux: bool = False, *, trainable: Trainable =
             return scalar(value), aux
 
         if higher_order((flat, args)):
-            got, (value, aux) = torch.func.grad_and_value(of, has_aux=True)([t for t, w in zip(flat, wanted, strict=True) if w])
+            got, (value, aux) = torch.func.grad_and_value(of, has_aux=True)(
+                [t for t, w in zip(flat, wanted, strict=True) if w]
+            )
         else:
             some = cut([t for t, w in zip(flat, wanted, strict=True) if w])
             flat = detached(flat)
@@ -69,7 +74,9 @@ def trainable_leaves(params: Any, trainable: Trainable) -> list[bool]:
         return [is_float(t) and bool(trainable(path)) for path, t in zip(paths(params), flat, strict=True)]
     if paths(trainable) != paths(params):
         odd = sorted(set(paths(trainable)) ^ set(paths(params)))
-        raise UserError(f"trainable must be a tree of bools like the parameters, but {odd[:3]} occur in only one of them")
+        raise UserError(
+            f"trainable must be a tree of bools like the parameters, but {odd[:3]} occur in only one of them"
+        )
     return [is_float(t) and bool(choice) for t, choice in zip(flat, leaves(trainable), strict=True)]
 
 
@@ -95,8 +102,12 @@ def gradients(value: torch.Tensor, some: list[torch.Tensor]) -> Iterable[torch.T
 def scalar(value: Any) -> torch.Tensor:
     """The value of a loss, checked."""
     if not is_float(value) or value.dim() != 0:
-        what = f"a tensor of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise UserError(f"the function to differentiate must return a 0-d floating-point tensor, not {what}: take a sum or a mean")
+        what = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            what = f"one of shape {tuple(value.shape)} and {value.dtype}"
+        raise UserError(
+            f"the function to differentiate must return a 0-d floating-point tensor, not {what}: take a sum or a mean"
+        )
     return value
 
 

@@ -284,6 +284,11 @@ def init_distributed(device: str = "auto", *, timeout: float = 600.0) -> torch.d
     return place
 
 
+def is_first_process() -> bool:
+    """Whether this is rank 0, the one that prints and writes; so is a process without a group."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def close_distributed() -> None:
     """Leave the process group, if there is one."""
     import torch.distributed as dist

@@ -274,7 +274,7 @@ def _square(group: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _runs(x: Tensor) -> Sequence[Tensor]:
-    if type(x) is not Tensor or x.device.type != "cpu" or x.numel() <= RUN:
+    if is_local(x) or x.device.type != "cpu" or x.numel() <= RUN:
         return [x]
     return x.reshape(-1).split(RUN)
 
@@ -373,7 +373,7 @@ def _converted(column: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def _pieces(lists: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
     """The rows in batches of at most PIECE elements; a larger row that is contiguous is cut."""
-    if any(type(x) is not Tensor for column in lists for x in column):
+    if any(is_local(x) for column in lists for x in column):
         yield lists  # simulated: no branch on a local size
         return
     batch: list[tuple[Tensor, ...]] = []

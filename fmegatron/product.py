@@ -11,13 +11,15 @@ from fmegatron.function import apply_function
 from fmegatron.tape import Tape
 
 
-def product(x: torch.Tensor, w: torch.Tensor, equation: str, *, tape: Tape | None = None, name: str = "dot") -> torch.Tensor:
+def product(
+    x: torch.Tensor, w: torch.Tensor, equation: str, *, tape: Tape | None = None, name: str = "dot"
+) -> torch.Tensor:
     """`torch.einsum(equation, x, w)` of an activation x and a weight w.
 
-    equation: single letters, e.g. "bse,ehd->bshd"; every letter of an operand occurs in the other one or in the output, none
-        twice in one operand.
-    tape: where a transform is listening (`sh.tape`). The product is then tapped, if w itself is a leaf of the block's parameters
-        (`x @ w`, `w.T`, a cast weight stay right but are not), and can be saved under `name`.
+    equation: single letters, e.g. "bse,ehd->bshd"; every letter of an operand occurs in the other one or in the
+        output, none twice in one operand.
+    tape: where a transform is listening (`sh.tape`). The product is then tapped, if w itself is a leaf of the block's
+        parameters (`x @ w`, `w.T`, a cast weight stay right but are not), and can be saved under `name`.
     """
     if tape is None:
         return apply_function(Dot, x, w, None, equation)
@@ -66,8 +68,9 @@ def weight_gradient(x: torch.Tensor, g: torch.Tensor, equation: str) -> torch.Te
 
 
 def ordered_einsum(a: str, x: torch.Tensor, b: str, y: torch.Tensor, out: str) -> torch.Tensor:
-    """einsum "a,b->out" with the operands in that order which gives a contiguous result: einsum puts the first one's dims first,
-    and a transposed gradient would leave the fast path of multi-tensor updates."""
+    """einsum "a,b->out" with the operands in that order which gives a contiguous result: einsum puts the first one's
+    dims first, and a transposed gradient would leave the fast path of multi-tensor updates.
+    """
     if out and out[0] in b and out[0] not in a:
         return torch.einsum(f"{b},{a}->{out}", y, x)
     return torch.einsum(f"{a},{b}->{out}", x, y)

@@ -46,6 +46,10 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)  # the golden ratio and sqrt(3) - 1
 ROUNDS = 10
 
+# x & ALL_BITS is x for a position. It keeps torch.compile from folding later products into its index arithmetic, which
+# overflows in 32 bits: torch.arange(64) * -766435501 is wrong from the fourth element on (inductor on CPU, torch 2.13).
+ALL_BITS = 2**63 - 1
+
 # The third counter word says what a number is for, so that draws, split and fold_in never meet.
 DRAW, FOLD, SPLIT, FOLD_TEXT = 0, 1, 2, 3
 
@@ -230,11 +234,11 @@ def linear_index(shape: Sequence[int], index: Index = None, device: Any = None) 
     """The row-major global index of every element held, int64 of the local shape."""
     device = _device(index, None, device)
     if index is None or all(at is None for at in index):
-        return torch.arange(math.prod(shape), device=device).view(tuple(shape))
+        return (torch.arange(math.prod(shape), device=device) & ALL_BITS).view(tuple(shape))
     total: Any = 0
     for dim, (size, stride, at) in enumerate(zip(shape, _strides(shape), _index(shape, index), strict=True)):
         at = torch.arange(size, device=device) if at is None else at.to(device)
-        total = total + at.view((1,) * dim + (-1,) + (1,) * (len(shape) - dim - 1)) * stride
+        total = total + (at & ALL_BITS).view((1,) * dim + (-1,) + (1,) * (len(shape) - dim - 1)) * stride
     return total
 
 

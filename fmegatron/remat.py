@@ -1,8 +1,8 @@
 """Rematerialisation: a block whose backward runs it again instead of keeping its activations.
 
 What is kept is named by computation, not by value (as in Megatron's selective recompute): `names("attention")` keeps
-attention's outputs, whose computation is then skipped in the second run. torch's own checkpoint is none of these: it fails
-under torch.func and would keep gathered parameters alive.
+attention's outputs, whose computation is then skipped in the second run. torch's own checkpoint is none of these: it
+fails under torch.func and would keep gathered parameters alive.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ def remat(f: Callable, save: Callable[[str], bool] = nothing) -> Callable:
     """f(params, x, ctx) whose backward runs it again, all but the computations whose name `save` accepts.
 
     save: `nothing`, `everything` (which makes remat do nothing but its checks), `names(…)` or any predicate on a name.
-    Under torch.func all is run again, whatever `save`: the values are the same. The second run happens with the same ctx; the
-    carry and ctx must not be changed in place. Raises UserError when f reads a tensor that needs a gradient without getting it
-    as an argument, and RuntimeError at a second backward through one call.
+    Under torch.func all is run again, whatever `save`: the values are the same. The second run happens with the same
+    ctx; the carry and ctx must not be changed in place. Raises UserError when f reads a tensor that needs a gradient
+    without getting it as an argument, and RuntimeError at a second backward through one call.
     """
-    inner = f if not hasattr(f, "split") else lambda p, x, ctx: f(p, x, ctx)  # whose own split would run past the policy
+    inner = (
+        f if not hasattr(f, "split") else lambda p, x, ctx: f(p, x, ctx)
+    )  # whose own split would run past the policy
 
     def plain(p: Any, x: Any, ctx: Any) -> Any:
         if not under_torch_func():
@@ -93,8 +95,9 @@ def joined(s: Split, plain: Callable) -> Callable:
 
 
 class _Box:
-    """What a node of `_Node` runs: `forward(flat) -> outputs`, `again` the same for a graph of the backward, and, where it has
-    one, `backward(flat, gradients of the outputs) -> gradients of flat`."""
+    """What a node of `_Node` runs: `forward(flat) -> outputs`, `again` the same for a graph of the backward, and,
+    where it has one, `backward(flat, gradients of the outputs) -> gradients of flat`.
+    """
 
     def __init__(self, forward: Callable, again: Callable, backward: Callable | None = None) -> None:
         self.forward, self.again, self.backward = forward, again, backward
@@ -105,8 +108,8 @@ class _Box:
 class _Node(Function):
     """`box.forward(flat) -> outputs` as one node of a graph.
 
-    Its backward is `box.backward`; when a graph of the backward itself is asked for, which torch.func always does, it is
-    torch.func.vjp of `box.again`.
+    Its backward is `box.backward`; when a graph of the backward itself is asked for, which torch.func always does, it
+    is torch.func.vjp of `box.again`.
     """
 
     generate_vmap_rule = True
@@ -133,7 +136,7 @@ class _Node(Function):
             outs = box.again([next(values) if is_float(t) else t for t in flat])
             return [o for o, c in zip(outs, g, strict=True) if c is not None]
 
-        _, pull = torch.func.vjp(outputs, *(t for t in flat if is_float(t)))
+        pull = torch.func.vjp(outputs, *(t for t in flat if is_float(t)))[1]
         got = iter(pull([c for c in g if c is not None]))
         return None, *(next(got) if is_float(t) else None for t in flat)
 

@@ -1,9 +1,9 @@
-"""`split(f) -> forward, backward, backward_input, backward_weight`: the primitive below remat, stack, chain and pipeline.
+"""`split(f) -> forward, backward, backward_input, backward_weight`: what remat, stack, chain and pipeline are made of.
 
-A block is a plain function f(params, x, ctx) -> y of pytrees. Its backward can be run at once, or in two halves: the gradient
-of the input first (which the stage before waits for), the gradients of the weights whenever there is time, as in zero-bubble
-pipelines (Qi et al. 2023). A residual, which is what lies between forward and backward, holds no parameter: those are
-given again, so that gathered parameters can be dropped in between.
+A block is a plain function f(params, x, ctx) -> y of pytrees. Its backward can be run at once, or in two halves: the
+gradient of the input first (which the stage before waits for), the gradients of the weights whenever there is time,
+as in zero-bubble pipelines (Qi et al. 2023). A residual, which is what lies between forward and backward, holds no
+parameter: those are given again, so that gathered parameters can be dropped in between.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from fmegatron.function import apply_function
 from fmegatron.tape import Call, Root, Tape, Unchanged, make_root
 from fmegatron.tree import add, detached, is_float, is_tensor, leaves, like, structure, tensors, tree_map
 
-CLOSURE = "a block reads a tensor that needs a gradient and is no argument (by closure or in ctx): pass it in params or in the carry"
+CLOSURE = (
+    "a block reads a tensor that needs a gradient and is no argument (by closure or in ctx): "
+    "pass it in params or in the carry"
+)
 
 
 def everything(name: str) -> bool:
@@ -38,8 +41,8 @@ def nobody(name: str) -> bool:
 class Split(NamedTuple):
     """The four functions of `split`; gradient trees have None where there is no gradient.
 
-    `forward(params, x, ctx, joint=False, trainable=None) -> (y, residual)`; joint: the residual is meant for `backward`;
-        trainable: tree of bools like params, False where no gradient is wanted.
+    `forward(params, x, ctx, joint=False, trainable=None) -> (y, residual)`; joint: the residual is meant for
+        `backward`; trainable: tree of bools like params, False where no gradient is wanted.
     `backward(residual, gy, params) -> (gx, gparams)`
     `backward_input(residual, gy, params) -> (gx, left)`: no product that gives a weight's gradient is run.
     `backward_weight(left) -> gparams`: those products alone, each half of the backward's work.
@@ -57,10 +60,10 @@ def split(f: Callable, save: Callable[[str], bool] = everything, *, hidden: bool
     save: which computations, by name, are kept for the backward; everything else is run again there.
     hidden: the residual holds no parameter. (Not needed where the parameters live on anyway; saves host time.)
 
-    Products by a leaf of params itself, called as `sh.dot(x, params["w"], …)`, are left to `backward_weight`; what a leaf gets
-    from other uses (`x @ w`, a norm's weight, an embedding) comes in `backward_input`. f may be compiled: it is then run once with
-    abstract values per set of shapes. Raises UserError when f reads a tensor that needs a gradient without getting it as
-    an argument, or changes in place what a backward needs.
+    Products by a leaf of params itself, called as `sh.dot(x, params["w"], …)`, are left to `backward_weight`; what a
+    leaf gets from other uses (`x @ w`, a norm's weight, an embedding) comes in `backward_input`. f may be compiled:
+    it is then run once with abstract values per set of shapes. Raises UserError when f reads a tensor that needs a
+    gradient without getting it as an argument, or changes in place what a backward needs.
     """
     if hasattr(f, "split"):
         return f.split
@@ -88,14 +91,17 @@ def split(f: Callable, save: Callable[[str], bool] = everything, *, hidden: bool
         if trainable is not None:
             wanted = [w and t for w, t in zip(wanted, leaves(trainable), strict=True)]
         calls, cell = [] if joint else planned(p, x, ctx), Cell()
-        with torch.enable_grad(), hide(leaves(p), cell) if hidden else contextlib.nullcontext():
+        # A graph of a second run lives no longer than its parameters.
+        hiding = hidden and save is everything
+        with torch.enable_grad(), hide(leaves(p), cell) if hiding else contextlib.nullcontext():
             p_roots, p_in = behind_roots(p, wanted)
             x_roots, x_in = behind_roots(x, [is_float(t) for t in leaves(x)])
             taps: list[torch.Tensor | None] = []
             weights: list[Any] = []
             if calls:
                 like_p = next(t for t in leaves(p) if is_tensor(t))
-                taps = [make_root(like_p, c.shape, c.dtype) if c.leaf is not None and wanted[c.leaf] else None for c in calls]
+                tapped = [c.leaf is not None and wanted[c.leaf] for c in calls]
+                taps = [make_root(like_p, c.shape, c.dtype) if t else None for c, t in zip(calls, tapped, strict=True)]
             elif not joint and plain is f:
                 weights = [t if w else None for t, w in zip(leaves(p_in), wanted, strict=True)]
             tape = Tape(keep, weights, taps, saved)
@@ -189,7 +195,7 @@ class Again:
 
 @dataclass
 class Left:
-    """What is left to do for the weights: their gradients so far, and products of inputs with the gradients at the taps."""
+    """What is left to do for the weights: gp, their gradients so far, and inputs to multiply with gradients at taps."""
 
     gp: Any
     calls: list[Call]
@@ -217,8 +223,8 @@ def abstract_calls(f: Callable, p: Any, x: Any, ctx: Any, save: Callable[[str], 
     def fake(t: Any) -> Any:
         return torch.empty(t.shape, dtype=t.dtype, device=t.device) if is_tensor(t) else t
 
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) or FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.enable_grad(), mode:
+    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    with torch.enable_grad(), active or FakeTensorMode(allow_non_fake_inputs=True):
         p, x, ctx = tree_map(fake, (p, x, ctx))
         tape = Tape(save, leaves(p))
         f(p, x, ctx.with_tape(tape))
@@ -227,8 +233,11 @@ def abstract_calls(f: Callable, p: Any, x: Any, ctx: Any, save: Callable[[str], 
 
 
 def hide(params: Sequence[Any], cell: Cell) -> saved_tensors_hooks:
-    """While on, tensors saved for backward that alias one of params are kept as (which one, the view of it) and read from
-    `cell.params`, whose storages may be others. A saved tensor of another dtype is no view of the parameter, but a cast."""
+    """While on, tensors saved for backward that alias one of params are kept as (which one, the view of it).
+
+    In backward they are read from `cell.params`, whose storages may be others. A saved tensor of another dtype is no
+    view of a parameter but a cast of it.
+    """
     at: dict[int, list[int]] = {}
     for i, t in enumerate(params):
         if is_tensor(t):
@@ -257,6 +266,8 @@ def hide(params: Sequence[Any], cell: Cell) -> saved_tensors_hooks:
 
 def extent(t: torch.Tensor) -> int:
     """How many elements of its storage a tensor spans."""
+    if t.is_contiguous():
+        return t.numel()
     return 0 if t.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 

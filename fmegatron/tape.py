@@ -1,8 +1,8 @@
 """The tape: how a transform sees the primitives that a block calls.
 
-Two things pass through it. A *tap* lets a backward stop at a product's output gradient, so that the product of input and output
-gradient, which gives the weight's gradient, can be done later. And the outputs of a computation that is *saved by name* are
-kept in a block's first run and handed to it in the second.
+Two things pass through it. A *tap* lets a backward stop at a product's output gradient, so that the product of input
+and output gradient, which gives the weight's gradient, can be done later. And the outputs of a computation that is
+*saved by name* are kept in a block's first run and handed to it in the second.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ UNSEEN = "which the backward would not see: use the out-of-place operation"
 class Root(Function):
     """(root, value) -> value; the gradient goes to both.
 
-    An output of a product gets such a root, its tap, and so does every input of a block, which must be cut off what came
-    before: a graph keeps its leaves alive, so a gathered parameter must not be one, and a root has no storage.
+    An output of a product gets such a root, its tap, and so does every input of a block, which must be cut off what
+    came before: a graph keeps its leaves alive, so a gathered parameter must not be one; a root has no storage.
     """
 
     @staticmethod
@@ -47,8 +47,11 @@ def make_root(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> t
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a primitive: which leaf of the parameters was its weight (None: none), its first output's shape and dtype, and
-    `weight_gradient(*inputs, output_gradient)`."""
+    """One call of a primitive.
+
+    leaf: which leaf of the parameters was its weight, or None; shape, dtype: of its first output;
+    weight_gradient(*inputs, output_gradient) -> the gradient of the weight.
+    """
 
     leaf: int | None
     shape: tuple[int, ...]
@@ -59,12 +62,12 @@ class Call:
 class Tape:
     """What goes into and comes out of the primitives of one run of a block, in the order of their calls.
 
-    `save`: policy, a function of a computation's name: are its outputs kept for the second run?
-    `weights`: the block's parameter leaves (or None in the place of a leaf that must not be tapped): products by one of them
-        are cut off it and tapped at the call.
-    `taps`: instead of `weights`, when the calls are known: the root of each call, or None. (In compiled blocks: a root made inside
-        the graph could not leave it.)
-    `saved`: in a second run, the kept outputs of the first.
+    save: policy, a function of a computation's name: are its outputs kept for the second run?
+    weights: the block's parameter leaves (or None in the place of a leaf that must not be tapped): products by one
+        of them are cut off it and tapped at the call.
+    taps: instead of `weights`, when the calls are known: the root of each call, or None. (In compiled blocks: a
+        root made inside the graph could not leave it.)
+    saved: in a second run, the kept outputs of the first.
 
     A primitive that wants to be tapped or saved asks the tape twice::
 
@@ -91,7 +94,7 @@ class Tape:
         self.tap: torch.Tensor | None = None
 
     def enter(self, name: str, w: torch.Tensor | None = None) -> tuple[Any, list[torch.Tensor] | None]:
-        """(weight to use, kept outputs of the first run or None) for a call of the primitive `name` with the weight w."""
+        """Opens a call of the primitive `name` with the weight w: (weight to use, outputs kept in the first run or None)."""
         self.leaf, self.tap = None, None
         if self.taps and not self.weights:
             self.tap = self.taps[self.call] if self.call < len(self.taps) else None
@@ -111,9 +114,9 @@ class Tape:
         inputs: Sequence[torch.Tensor] = (),
         weight_gradient: Callable | None = None,
     ) -> Sequence[torch.Tensor]:
-        """The call's outputs, the first of them tapped where its weight is. Follows `enter` directly (calls do not nest).
+        """Closes the call (calls do not nest): its outputs, the first of them tapped if the weight is to be.
 
-        `inputs`: what `weight_gradient(*inputs, gradient of the first output)` needs.
+        inputs: what `weight_gradient(*inputs, gradient of the first output)` needs.
         """
         if self.saved is None and self.save(name):
             self.kept.append([self.watch(name, o) for o in outs])
@@ -154,4 +157,4 @@ class Unchanged:
 
     def check(self) -> None:
         if any(t._version != version for t, version in self.seen):
-            raise UserError(f"an input of a block or of a product in it is changed in place after the forward, {UNSEEN}")
+            raise UserError(f"an input of a block or of a product is changed in place after the forward, {UNSEEN}")

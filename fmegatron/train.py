@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -60,19 +61,20 @@ def _run(config: TrainConfig, device: torch.device, start: float) -> int:
     out = Path(config.out)
     resumed = checkpoint.latest(out) if config.resume else None
     setup = make_setup(config, device, world)
-    data = prepare_data(config, rank)
-    model_cfg = model_config(config, data.vocab_size)
-    tokenizer = load_tokenizer(data.tokenizer_path)
-    check_vocab(tokenizer, model_cfg.vocab)
-    train, valid = open_data(config, data, model_cfg.vocab)
-    run_ = make_run(config, model_cfg, setup)
+    with nothing_left_behind(out, rank):
+        data = prepare_data(config, rank)
+        model_cfg = model_config(config, data.vocab_size)
+        tokenizer = load_tokenizer(data.tokenizer_path)
+        check_vocab(tokenizer, model_cfg.vocab)
+        train, valid = open_data(config, data, model_cfg.vocab)
+        run_ = make_run(config, model_cfg, setup)
+        if resumed is None:
+            state = initial_state(config, run_)
+        else:
+            state = checkpoint.load(resumed, abstract_state(config, run_), device=device)
+        if state.step >= config.steps and resumed is not None:
+            raise UserError(f"--steps {config.steps}: {resumed} has made {state.step} steps already; raise --steps to go on")
     peak = measure_matmul_flops(device, setup.precision.compute_dtype)
-    if resumed is None:
-        state = initial_state(config, run_)
-    else:
-        state = checkpoint.load(resumed, abstract_state(config, run_))
-    if state.step >= config.steps and resumed is not None:
-        raise UserError(f"--steps {config.steps}: {resumed} has made {state.step} steps already; raise --steps to go on")
     if rank == 0:
         save_config(config, out / "config.toml")
     with Reporter(
@@ -197,6 +199,19 @@ def check_out(config: TrainConfig) -> None:
         raise UserError(f"--out {config.out}: {existing} is not a folder that can be written; name another folder")
 
 
+@contextmanager
+def nothing_left_behind(out: Path, rank: int) -> Iterator[None]:
+    """When the body ends in a UserError, the first rank takes away what it wrote: a refused run leaves the disk as it was."""
+    made = out / "data" if out.exists() else out
+    new = not made.exists()
+    try:
+        yield
+    except UserError:
+        if new and rank == 0:
+            shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
 def prepare_data(config: TrainConfig, rank: int) -> Prepared:
     """Token files of the run, made by the first rank; the others wait for it."""
 
@@ -223,8 +238,8 @@ def open_data(config: TrainConfig, data: Prepared, vocab: int) -> tuple[TokenDat
     that the model has no row for."""
     train = TokenDataset(data.train_prefix, seq_len=config.batch.seq_len, seed=config.seed, split=data.train_split, eod=data.eod)
     valid = TokenDataset(data.valid_prefix, seq_len=config.batch.seq_len, split=data.valid_split, order="sequential", eod=data.eod)
-    for prefix in dict.fromkeys((data.train_prefix, data.valid_prefix)):
-        check_tokens(prefix, vocab)
+    for part in (train, valid) if data.train_prefix != data.valid_prefix else (train,):
+        check_tokens(part.data, vocab)
     return train, valid
 
 

@@ -1,7 +1,8 @@
 """The layers of a model in turn: `stack`, and `chain` for the parts of a pipeline stage.
 
-`stack` is where ZeRO-3 (FSDP) lives: a layer's parameters are gathered one layer before it runs, forward and backward, and dropped
-behind it; its gradients are reduced to their owners behind its backward. Blocks receive gathered parameters and know nothing of it.
+`stack` is where ZeRO-3 (FSDP) lives: a layer's parameters are gathered one layer before it runs, forward and
+backward, and dropped behind it; its gradients are reduced to their owners behind its backward. Blocks receive
+gathered parameters and know nothing of it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from fmegatron.random import fold_in, to_tensor
 from fmegatron.remat import joined, remat
 from fmegatron.sharding import Sharding
 from fmegatron.split import Split, everything, split, uncompiled
-from fmegatron.tree import add, is_float, is_tensor, leaves, like, tensors, tree_map
+from fmegatron.tree import add, is_float, leaves, like, tree_map
 
 
 @dataclass(frozen=True)
 class Store:
     """How the parameters of layers rest.
 
-    `gather(params, index) -> started` begins to gather one layer's parameters, `reduce(gradients, index) -> started` to reduce its
-    gradients into the layout at rest, and `wait(started) -> tree` ends either. None are leaves. `use(params, index)` is both
-    together as one differentiable function, for torch.func; by default it is made of the others.
+    `gather(params, index) -> started` begins to gather one layer's parameters, `reduce(gradients, index) -> started`
+    to reduce its gradients into the layout at rest, and `wait(started) -> tree` ends either. None are leaves.
+    `use(params, index)` is both together as one differentiable function, for torch.func; by default it is made of the
+    others.
     """
 
     gather: Callable[[Any, int], Any]
@@ -78,15 +80,16 @@ def stack(
     compile: bool | Mapping[str, Any] = False,
     store: Store | Callable[[Ctx], Store | None] | None = None,
 ) -> Callable:
-    """f(layers, carry, ctx) -> carry: the layers {index: params} in the order of their indices, each by block(params, carry, ctx).
+    """f(layers, carry, ctx) -> carry: the layers {index: params} in the order of their indices, each by block(params,
+    carry, ctx).
 
     A layer's ctx has its index in `layer` and its own key, folded from ctx.key by that index.
 
-    spec: {index: spec tree}: the layers' parameters rest as ctx.sh lays these out; they are cast and gathered layer by layer, and
-        their gradients reduced. Without it blocks get the parameters as they are.
+    spec: {index: spec tree}: the layers' parameters rest as ctx.sh lays these out; they are cast and gathered layer
+        by layer, and their gradients reduced. Without it blocks get the parameters as they are.
     save: what is kept for a layer's backward (see `remat`).
-    free: drop gathered parameters behind the forward and gather them again for the backward: at most two layers' are alive. If
-        not, they are kept from forward to backward (ZeRO-2's exchange of memory for communication).
+    free: drop gathered parameters behind the forward and gather them again for the backward: at most two layers' are
+        alive. If not, they are kept from forward to backward (ZeRO-2's exchange of memory for communication).
     compile: compile the block, innermost; or the arguments of torch.compile. fullgraph is the default.
     store: another way to keep parameters than `spec`; or a function of ctx that gives it.
 
@@ -124,7 +127,7 @@ def stack(
     def place(layers: Mapping[int, Any], grads: list[Any]) -> dict[int, Any]:
         return dict(zip(sorted(layers), grads, strict=True))
 
-    halves = split(body)
+    halves = split(body, hidden=spec is not None or store is not None)
     whole = joined(_in_turn(parts, place, layer_ctx, store_of, free), plain)
 
     def f(layers: Mapping[int, Any], carry: Any, ctx: Ctx) -> Any:
@@ -137,8 +140,11 @@ def stack(
 
 
 def chain(*parts: tuple[Callable, Callable]) -> Callable:
-    """f(params, x, ctx): functions in turn, each given as (which part of params it gets, function): a pipeline stage is
-    chain((embedding, embed), (layers, stack(…)), (rest, head)). A leaf of two parts (a tied embedding) gets the sum of its gradients."""
+    """f(params, x, ctx): functions in turn, each given as a pair: which part of params it gets, and the function.
+
+    A pipeline stage is chain((embedding_of, embed), (layers_of, stack(…)), (rest_of, head)). A leaf of two parts (a
+    tied embedding) gets the sum of its gradients.
+    """
     picks = [pick for pick, _ in parts]
     splits = [split(f, hidden=False) for _, f in parts]
 
@@ -162,8 +168,11 @@ def chain(*parts: tuple[Callable, Callable]) -> Callable:
 
 
 def compiled(block: Callable, options: Mapping[str, Any]) -> Callable:
-    """torch.compile of a block with room for the graphs that it needs: up to three for training and one for evaluation per
-    shape of its inputs and structure of its parameters. dynamo's limit of 8 counts per function and then fails."""
+    """torch.compile of a block, with room for the graphs that it needs.
+
+    These are up to three for training and one for evaluation, for every shape of its inputs and structure of its
+    parameters; dynamo's limit of 8 counts per function, and then fails.
+    """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 64)
     return torch.compile(block, **{"fullgraph": True, **options})
@@ -171,7 +180,7 @@ def compiled(block: Callable, options: Mapping[str, Any]) -> Callable:
 
 @dataclass
 class _Run:
-    """The residual of functions in turn: their residuals, gathered parameters where they are kept, and the store they came from."""
+    """The residual of functions in turn: theirs, and gathered parameters (full) where they are kept."""
 
     residuals: list[Any]
     full: list[tuple[Split, Any, int]]
@@ -210,8 +219,8 @@ def _ahead(todo: list[tuple[Split, Any, int]], store: Store | None) -> Iterator[
 def _in_turn(parts: Callable, place: Callable, ctx_of: Callable, store_of: Callable, free: bool) -> Split:
     """The split of functions run in turn.
 
-    `parts(params) -> [(split, its params, index)]`; `place(params, their gradients) -> gradients`; `ctx_of(ctx, index)`: the
-    context of a part.
+    `parts(params) -> [(split, its params, index)]`; `place(params, their gradients) -> gradients`; `ctx_of(ctx,
+    index)`: the context of a part.
     """
 
     def forward(p: Any, x: Any, ctx: Ctx, joint: bool = False, trainable: Any = None) -> tuple[Any, _Run]:

@@ -1,4 +1,4 @@
-"""Real processes for the checkpoint tests, started once: `Ranks(4).run(3, function, …)` runs it on the first 3, on gloo."""
+"""Real processes for the checkpoint tests: `Ranks(4).run(3, function, …)` runs it on the first 3 of them, on gloo."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def state(world: int, *, meta: bool = False) -> dict[str, Any]:
             x = distribute_tensor(x, mesh, placements if isinstance(placements, tuple) else (placements,))
             if meta:
                 part = torch.empty(x.to_local().shape, dtype=x.dtype, device="meta")
-                return DTensor.from_local(
-                    part, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-                )
+                return DTensor.from_local(part, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
         return x.to("meta") if meta else x
 
     params = {name: leaf(name) for name in LEAVES}
@@ -79,13 +77,13 @@ def load(folder: str, world: int) -> list[str]:
     return wrong
 
 
-def bytes_read(folder: str, world: int) -> tuple[int, int, int, int]:
-    """(bytes of this rank's shards, bytes read, bytes of memory asked for, bytes of the largest piece of it)."""
+def bytes_read(folder: str, world: int) -> tuple[int, int, int]:
+    """(bytes of this rank's shards, bytes read, bytes of new tensors meanwhile)."""
     like = state(world, meta=True)
     with Counted() as counted:
         loaded = checkpoint.load(folder, like)
     held = [x.to_local() if isinstance(x, DTensor) else x for x in tree.leaves(loaded) if isinstance(x, torch.Tensor)]
-    return sum(x.nbytes for x in held), counted.read, counted.made, counted.largest
+    return sum(x.nbytes for x in held), counted.read, counted.made
 
 
 class Counted(torch.utils._python_dispatch.TorchDispatchMode):
@@ -93,14 +91,14 @@ class Counted(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.read = self.made = self.largest = 0
+        self.read = self.made = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         fresh = func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.clone, torch.ops.aten._to_copy)
-        if fresh and isinstance(out, torch.Tensor) and not out.is_meta:
+        # bytes are pickles on their way between ranks
+        if fresh and isinstance(out, torch.Tensor) and not out.is_meta and out.dtype != torch.uint8:
             self.made += out.nbytes
-            self.largest = max(self.largest, out.nbytes)
         return out
 
     def __enter__(self) -> Counted:
@@ -172,13 +170,17 @@ def fail_on_one(folder: str) -> str:
 
 
 def stages(folder: str) -> tuple[list[str], int]:
-    """Each rank saves and loads a layer of its own, as pipeline stages do: (names that differ, problems with too few)."""
+    """Each rank holds a layer of its own, as in a pipeline: (names that differ, problems when it asks for less)."""
     rank = dist.get_rank()
     mine = {"layers": {rank: {"w": torch.full((3, 2), float(rank))}}, "shared": torch.ones(4), "count": 3}
     checkpoint.save(folder, mine, step=1)
     like = tree.tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else 0, mine)
     loaded = checkpoint.load(folder, like)
-    wrong = [n for n, x in tree.named(loaded).items() if not torch.equal(torch.as_tensor(x), torch.as_tensor(tree.named(mine)[n]))]
+    wrong = [
+        n
+        for n, x in tree.named(loaded).items()
+        if not torch.equal(torch.as_tensor(x), torch.as_tensor(tree.named(mine)[n]))
+    ]
     try:
         checkpoint.load(folder, {"shared": like["shared"], "count": 0})
     except ValueError as e:
@@ -190,7 +192,8 @@ class Ranks:
     """Worker processes that stay alive between calls."""
 
     def __init__(self, world: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
         self.pipes, self.workers = [], []
         for rank in range(world):
             here, there = context.Pipe()

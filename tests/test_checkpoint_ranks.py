@@ -57,10 +57,8 @@ def test_every_element_is_written_once(saved_by_four):
 
 @pytest.mark.parametrize("world", [4, 2])
 def test_a_rank_reads_and_allocates_only_its_shards(ranks, saved_by_four, world):
-    for shard, read, made, largest in ranks.run(world, work.bytes_read, saved_by_four, world):
-        assert read == shard
-        assert made <= shard + 8  # the scalar is copied once more by torch
-        assert largest <= 12 * 10 * 4 // world or world == 2
+    for shard, read, made in ranks.run(world, work.bytes_read, saved_by_four, world):
+        assert read == made == shard
 
 
 def test_ranks_that_disagree_are_refused_everywhere_and_nothing_is_written(ranks, tmp_path):

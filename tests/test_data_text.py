@@ -274,6 +274,17 @@ def test_the_number_of_workers_changes_nothing(tmp_path, bpe, monkeypatch):
     assert not [name for name in left(tmp_path) if "3" in name or "partial" in name]
 
 
+def test_a_script_without_a_main_guard_is_told_so(tmp_path, bpe):
+    jsonl(tmp_path / "a.jsonl", ["a"])
+    save_tokenizer(bpe, tmp_path / "t")
+    script = tmp_path / "script.py"
+    script.write_text("from fmegatron.data import preprocess\npreprocess('a.jsonl', 'out/a', 't', workers=2)")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    job = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert job.returncode == 1 and "UserError: one of workers=2 processes died" in job.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_memory_is_bounded(bpe):
     """Documents are taken as they are needed: reading runs ahead of writing by one batch at most."""
     taken = 0

@@ -278,6 +278,19 @@ def test_donation_makes_no_temporaries(name, monkeypatch):
     assert count.largest <= 64
 
 
+def test_leaves_are_converted_a_piece_at_a_time(monkeypatch):
+    """However many small leaves there are, at most PIECE elements have a copy at once."""
+    monkeypatch.setattr(optim, "PIECE", 64)
+    held, fused = [], torch._fused_adamw_
+    monkeypatch.setattr(
+        torch, "_fused_adamw_", lambda p, *a, **k: held.append([x.numel() for x in p]) or fused(p, *a, **k)
+    )
+    params = {str(i): torch.randn(20).bfloat16() for i in range(10)} | {"large": torch.randn(150).bfloat16()}
+    optimizer = adamw(0.1)
+    optimizer.update(params, params, optimizer.init(params))
+    assert held == [[20, 20, 20]] * 3 + [[20], [64], [64], [22]]
+
+
 # Master copies, moments, masks
 
 
@@ -409,6 +422,57 @@ def test_norm_of_odd_trees():
 def test_norm_under_vmap():
     x = torch.randn(3, 5)
     torch.testing.assert_close(torch.func.vmap(lambda t: global_norm([t, None]))(x), x.norm(dim=1))
+
+
+# On a GPU
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@each_pair
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_cuda_equal_to_torch(our, their, dtype):
+    params, gradients = made(0, dtype, device="cuda"), [made(i, dtype, device="cuda") for i in range(1, 7)]
+    got, _ = ours(our(), params, gradients)
+    same(got, theirs(lambda g: their(g, fused=True), params, gradients))
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_cuda_equals_cpu_and_donates(make):
+    torch.manual_seed(0)
+    optimizer = make()
+    params, grads = mixed(0)
+    want = optimizer.update(params, grads, optimizer.init(params))
+    there = lambda t: tree.tree_map(lambda x: x.cuda() if isinstance(x, torch.Tensor) else x, t)  # noqa: E731
+    params, grads = there(params), there(grads)
+    state = optimizer.init(params)
+    got = optimizer.update(params, grads, state)
+    for path, x in tree.named(got[0]).items():
+        if x is not None:
+            rtol = max(4 * torch.finfo(x.dtype).eps, 1e-5)
+            torch.testing.assert_close(x.cpu(), tree.named(want[0])[path], rtol=rtol, atol=rtol)
+    same(optimizer.update(params, grads, state, donate=True), got)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", ["adamw", "momentum", "chain", "master"])
+def test_cuda_donation_takes_no_memory(name, monkeypatch):
+    monkeypatch.setattr(optim, "PIECE", 1 << 18)
+    optimizer = OPTIMIZERS[name]()
+    dtype = torch.bfloat16 if name == "master" else torch.float32
+    params = {str(i): torch.randn(1024, 1024, device="cuda", dtype=dtype) for i in range(32)}
+    grads = tree.tree_map(torch.randn_like, params)
+    state = optimizer.init(params)
+    params, grads, state = optimizer.update(params, grads, state, donate=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.update(params, grads, state, donate=True)
+    assert torch.cuda.max_memory_allocated() - before < 4 << 20  # a tree in float32 is 128 MiB
 
 
 # DTensors, simulated on four ranks

@@ -1,6 +1,7 @@
 """Random numbers against Random123's known answers, closed forms of distributions, and slices of the global draw."""
 
 import math
+import shutil
 
 import numpy as np
 import optree
@@ -247,6 +248,15 @@ def test_bernoulli(p):
     assert torch.equal(bernoulli(key(6), torch.tensor(p, dtype=torch.float64), (N,)), x)
 
 
+def test_bernoulli_counts_exactly(monkeypatch):
+    """A quarter of the 2^32 words lies below 2^30."""
+    drawn = (torch.tensor([2**30 - 1, 2**30, 0, random.MASK]),)
+    monkeypatch.setattr(random, "philox", lambda counter, k: drawn)
+    for p in (0.25, torch.tensor(0.25)):
+        assert bernoulli(key(0), p, (4,)).tolist() == [True, False, True, False]
+    assert not bernoulli(key(0), 0.0, (4,)).any() and bernoulli(key(0), 1.0, (4,)).all()
+
+
 @pytest.mark.parametrize(("low", "high"), [(0, 10), (-3, 4), (-(2**62), 2**62 - 1)])
 def test_randint(low, high):
     x = randint(key(7), (N,), low, high)
@@ -291,6 +301,14 @@ def test_compiled_once_for_all_keys(draw):
     assert counter.frame_count == 1
 
 
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+def test_compiled_to_code():
+    """Inductor folds products of positions into index arithmetic of 32 bits, unless it is kept from it."""
+    torch._dynamo.reset()
+    f = torch.compile(lambda w: bits(Key(w), (64,)), fullgraph=True)
+    assert torch.equal(f(to_tensor(key(3)).words), bits(key(3), (64,)))
+
+
 @each_draw
 def test_vmap_over_keys(draw):
     keys = split(key(1), 4)
@@ -312,6 +330,20 @@ def test_inside_a_gradient():
 def test_meta_and_devices():
     assert normal(key(1), (10**6, 10**6), device="meta").shape == (10**6, 10**6)
     assert bits(to_tensor(key(1), "cpu"), (3,)).device.type == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@each_draw
+def test_cuda_equals_cpu(draw):
+    """The same bits; after a float64 function the last bit of the result may differ."""
+    got, want = draw(key(5), (300, 1001), device="cuda").cpu(), draw(key(5), (300, 1001))
+    if want.is_floating_point():
+        differ = (got != want).double().mean().item()
+        assert differ < (1e-5 if want.dtype != torch.float64 else 1)
+        torch.testing.assert_close(got, want, rtol=2 * torch.finfo(want.dtype).eps, atol=1e-15)
+    else:
+        assert torch.equal(got, want)
 
 
 # Initializers

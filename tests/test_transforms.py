@@ -5,6 +5,16 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+
+from fmegatron.accumulate import Term, Weight, accumulate, cut_batch, scales
+from fmegatron.context import Ctx
+from fmegatron.grad import value_and_grad
+from fmegatron.parallel.stack import Store, stack
+from fmegatron.random import fold_in, uniform
+from fmegatron.random import key as new_key
+from fmegatron.remat import everything, nothing, remat
+from fmegatron.split import split
+from fmegatron.tree import add_trees, leaves, like
 from tests.transforms_model import (
     HALF,
     POLICIES,
@@ -32,16 +42,6 @@ from tests.transforms_model import (
     weights,
     whole,
 )
-
-from fmegatron.accumulate import Term, Weight, accumulate, cut_batch, scales
-from fmegatron.context import Ctx
-from fmegatron.grad import value_and_grad
-from fmegatron.parallel.stack import Store, stack
-from fmegatron.random import fold_in, uniform
-from fmegatron.random import key as new_key
-from fmegatron.remat import everything, nothing, remat
-from fmegatron.split import split
-from fmegatron.tree import add_trees, leaves, like
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 torch._dynamo.config.recompile_limit = 64
@@ -85,7 +85,8 @@ def test_one_gradient_whatever_the_policy_backward_freeing_microbatches(policy):
 
 
 @pytest.mark.parametrize(
-    ("how", "policy"), [*(("aot_eager", policy) for policy in POLICIES), pytest.param("inductor", "attention", marks=pytest.mark.slow)]
+    ("how", "policy"),
+    [*(("aot_eager", policy) for policy in POLICIES), pytest.param("inductor", "attention", marks=pytest.mark.slow)],
 )
 def test_one_gradient_compiled(how, policy):
     p = halve(make_params(layers=2, only=SMALL))
@@ -213,7 +214,9 @@ def test_gathers_run_one_layer_ahead_and_gradients_reduce_behind():
 
 def test_a_remat_inside_a_block_keeps_no_gathered_parameter():
     alive = Alive()
-    mlp = remat(lambda p, x, ctx: ctx.sh.dot(ctx.sh.dot(x, p["u"], "b s e, e f -> b s f").tanh(), p["d"], "b s f, f e -> b s e"))
+    mlp = remat(
+        lambda p, x, ctx: ctx.sh.dot(ctx.sh.dot(x, p["u"], "b s e, e f -> b s f").tanh(), p["d"], "b s f, f e -> b s e")
+    )
 
     def f(p, x, ctx):
         return x + mlp({"u": p["u"], "d": p["d"]}, x * p["n"], ctx)
@@ -263,7 +266,12 @@ def test_backward_halves_add_up_to_the_plain_backward(policy):
     else:
         assert plain < joint < plain + forward
     # Each product costs as much by its input as by its weight; attention has no weight.
-    products = sum(2 * 4 * 8 * t.numel() * (2 if name == "up" else 1) for q in p["layers"].values() for name, t in q.items() if t.dim() > 1)
+    products = sum(
+        2 * 4 * 8 * t.numel() * (2 if name == "up" else 1)
+        for q in p["layers"].values()
+        for name, t in q.items()
+        if t.dim() > 1
+    )
     assert w == products
 
 
@@ -307,7 +315,12 @@ class Live(TorchDispatchMode):
 
 
 # After the forward and at the peak, as parts of plain autograd's; after backward_input.
-BYTES = {"everything": (1.0, 1.0, 0.78), "nothing": (0.05, 0.4, 0.78), "attention": (0.09, 0.4, 0.78), "predicate": (0.4, 0.6, 0.78)}
+BYTES = {
+    "everything": (1.0, 1.0, 0.78),
+    "nothing": (0.05, 0.4, 0.78),
+    "attention": (0.09, 0.4, 0.78),
+    "predicate": (0.4, 0.6, 0.78),
+}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -57,7 +57,7 @@ def test_one_term_with_its_own_weight(n):
     assert metrics["weights"]["loss"] == MASK.sum() and metrics["terms"]["loss"] == total
     # The mean of the microbatches' means is something else.
     parts = [mean(P, x, m) for x, m in zip(X.tensor_split(n), MASK.tensor_split(n), strict=True) if m.any()]
-    assert n == 1 or abs(sum(parts) / len(parts) - want) > 1e-3
+    assert n == 1 or abs(sum(parts) / len(parts) - want) > 1e-4
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])
@@ -89,7 +89,11 @@ def test_a_number_is_the_weight_of_the_whole_batch():
 
 def test_stats_are_summed_over_microbatches():
     def loss(p, batch, ctx):
-        stats = {"load": Term(batch["mask"], "batch embed -> embed"), "seen": torch.tensor(len(batch["x"])), "name": "x"}
+        stats = {
+            "load": Term(batch["mask"], "batch embed -> embed"),
+            "seen": torch.tensor(len(batch["x"])),
+            "name": "x",
+        }
         return Term(items(p, batch["x"]), "batch embed", weight=torch.ones_like(batch["x"])), stats
 
     (_, metrics), _ = accumulate(loss, 3)(P, BATCH)
@@ -157,10 +161,14 @@ def test_parameters_entered_once():
         return tree_map(lambda t: t[:3] + t[3:], g)
 
     def loss(p, batch, ctx):
-        return Term(items({"a": p["a"][1:4], "b": p["a"][5]}, batch["x"]), "batch embed", weight=torch.ones_like(batch["x"])), None
+        return Term(
+            items({"a": p["a"][1:4], "b": p["a"][5]}, batch["x"]), "batch embed", weight=torch.ones_like(batch["x"])
+        ), None
 
     got = accumulate(loss, 5, enter=enter, leave=leave)({"a": P["a"]}, BATCH)
-    want = value_and_grad(lambda p: items({"a": torch.cat([p["a"][1:], p["a"][:1]]), "b": p["a"][2]}, X).mean())({"a": P["a"]})
+    want = value_and_grad(lambda p: items({"a": torch.cat([p["a"][1:], p["a"][:1]]), "b": p["a"][2]}, X).mean())(
+        {"a": P["a"]}
+    )
     close((got[0][0], got[1]), want)
     assert calls == ["enter", "leave"]
 
@@ -174,7 +182,9 @@ def test_the_state_of_leaves_is_left_alone():
     assert all(torch.equal(a, b) for a, b in zip(leaves(first[1]), leaves(second[1]), strict=True))
 
 
-@pytest.mark.parametrize("run", [lambda f, **k: accumulate(f, 2, **k)(P, BATCH)[1], lambda f, **k: value_and_grad(mean, **k)(P)[1]])
+@pytest.mark.parametrize(
+    "run", [lambda f, **k: accumulate(f, 2, **k)(P, BATCH)[1], lambda f, **k: value_and_grad(mean, **k)(P)[1]]
+)
 def test_frozen_and_integer_leaves(run):
     want = value_and_grad(mean)(P)[1]
     for trainable in ({"a": True, "b": False}, lambda path: path == "a"):
@@ -191,7 +201,9 @@ def test_frozen_and_integer_leaves(run):
 def test_value_and_grad_of_unused_leaves_constants_and_aux():
     value, grads = value_and_grad(lambda p: torch.tensor(2.0))(P)
     assert value == 2 and not any(g.any() for g in leaves(grads))
-    (value, aux), grads = value_and_grad(lambda p, x: (p["b"] * x, {"twice": p["b"] * 2, "text": "t"}), has_aux=True)(P, 3.0)
+    (value, aux), grads = value_and_grad(lambda p, x: (p["b"] * x, {"twice": p["b"] * 2, "text": "t"}), has_aux=True)(
+        P, 3.0
+    )
     assert value == 1.5 and aux["twice"] == 1 and aux["text"] == "t" and not aux["twice"].requires_grad
     assert grads["b"] == 3 and not grads["a"].any()
     want = torch.func.grad_and_value(lambda p: mean(p))(P)

@@ -19,7 +19,6 @@ from fmegatron.tree import leaves, tree_map
 from tests.transforms_model import (
     POLICIES,
     T,
-    block,
     close,
     copies,
     embed,
@@ -31,6 +30,7 @@ from tests.transforms_model import (
     ref_run,
     reference,
     scalar_of,
+    small_block,
     weights,
 )
 
@@ -52,6 +52,10 @@ DIMS = {
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+def small_params(**options):
+    return make_params(layers=2, vocab=12, only={"norm1", "q", "o", "bias", "up"}, **options)
 
 
 def spec_of(p):
@@ -89,46 +93,49 @@ def whole_of(t, sh, param):
     return torch.cat(parts, cut[0]) if cut else parts[0]
 
 
-@pytest.mark.parametrize("store", [(), ("dp",)])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_data_parallel_and_fsdp(policy, store):
-    p, batch = make_params(vocab=12), make_batch(vocab=12)
-    value, want = reference(p, batch)
+@pytest.mark.parametrize(
+    ("policy", "store", "free", "microbatches"),
+    [
+        ("everything", (), True, 3),
+        *((policy, ("dp",), policy != "nothing", 3) for policy in POLICIES),
+        ("nothing", ("dp",), True, 1),
+    ],
+)
+def test_data_parallel_and_fsdp(policy, store, free, microbatches):
+    p, batch = small_params(), make_batch(vocab=12)
+    value, want = reference(p, batch, layer=small_block)
     spec = spec_of(p)
     with simulate(2):
         sh = setup(store)
         at_rest = tree_map(sh.shard_param, p, spec)
         local = {k: sh.shard(t, "batch seq") for k, t in batch.items()}
-        for free in (True, False):
-            layers = stack(block, spec["layers"], save=POLICIES[policy], free=free)
-            for n in (1, 3):
-                f = accumulate(loss_of(run_of(layers, spec)), n, weights=weights)
-                (total, metrics), grads = f(at_rest, local, Ctx(sh))
-                close(per_rank(total)[0], value)
-                assert all(torch.equal(t, per_rank(total)[0]) for t in per_rank(total))
-                assert per_rank(metrics["weights"]["lm"])[0] == batch["mask"].sum()
-                assert all(isinstance(g, DTensor) for g in leaves(grads))
-                for g, t in zip(leaves(grads), leaves(at_rest), strict=True):
-                    assert g.placements == t.placements and g.shape == t.shape
-                close(tree_map(lambda g, param: whole_of(g, sh, param), grads, spec), want)
+        layers = stack(small_block, spec["layers"], save=POLICIES[policy], free=free)
+        f = accumulate(loss_of(run_of(layers, spec)), microbatches, weights=weights)
+        (total, metrics), grads = f(at_rest, local, Ctx(sh))
+        close(per_rank(total)[0], value)
+        assert all(torch.equal(t, per_rank(total)[0]) for t in per_rank(total))
+        assert per_rank(metrics["weights"]["lm"])[0] == batch["mask"].sum()
+        for g, t in zip(leaves(grads), leaves(at_rest), strict=True):
+            assert isinstance(g, DTensor) and g.placements == t.placements and g.shape == t.shape
+        close(tree_map(lambda g, param: whole_of(g, sh, param), grads, spec), want)
 
 
 @pytest.mark.parametrize("policy", ["everything", "nothing"])
 def test_split_of_a_stack_on_stored_shards(policy):
-    p, batch = make_params(vocab=12), make_batch(vocab=12)
+    p, batch = small_params(), make_batch(vocab=12)
     spec, layers_want = spec_of(p), p["layers"]
     x = {"x": torch.randn(6, 5, 8, dtype=T), "aux": torch.zeros(6, dtype=T)}
     q, plain = copies(layers_want), x
     ctx = Ctx(segments=batch["segments"])
     for i in sorted(q):
-        plain = block(q[i], plain, ctx)
+        plain = small_block(q[i], plain, ctx)
     want = torch.autograd.grad(sum(t.sum() for t in leaves(plain)), leaves(q))
     with simulate(2):
         sh = setup(("dp",))
         local = to_local(tree_map(sh.shard_param, layers_want, spec["layers"]))
         ctx = Ctx(sh, segments=sh.shard(batch["segments"], "batch seq"))
         carry = {"x": sh.shard(x["x"], "batch seq embed"), "aux": sh.shard(x["aux"], "batch")}
-        s = stack(block, spec["layers"], save=POLICIES[policy]).split
+        s = stack(small_block, spec["layers"], save=POLICIES[policy]).split
         y, residual = s.forward(local, carry, ctx)
         _, left = s.backward_input(residual, ones(y), local)
         grads = s.backward_weight(left)
@@ -137,22 +144,22 @@ def test_split_of_a_stack_on_stored_shards(policy):
 
 @pytest.mark.parametrize("policy", ["everything", "nothing"])
 def test_torch_func_on_stored_shards(policy):
-    p, v, batch = make_params(vocab=12), make_params(vocab=12, seed=5), make_batch(vocab=12)
+    p, v, batch = small_params(), small_params(seed=5), make_batch(vocab=12)
     spec = spec_of(p)
     flat = torch.utils._pytree.tree_leaves
 
     def along(g, v):
         return sum((s * t).sum() for s, t in zip(flat(g), flat(v), strict=True))
 
-    want = grad(lambda p: along(grad(scalar_of(ref_run))(p, batch), v))(p)
+    want_gradient = grad(scalar_of(lambda p, ctx: ref_run(p, ctx, small_block)))
+    want = grad(lambda p: along(want_gradient(p, batch), v))(p)
     with simulate(2):
         sh = setup(("dp",))
         local, lv = to_local(tree_map(sh.shard_param, (p, v), (spec, spec)))
         parts = {k: sh.shard(t, "batch seq") for k, t in batch.items()}
-        run = loss_of(run_of(stack(block, spec["layers"], save=POLICIES[policy]), spec))
-        f = accumulate(run, 3, weights=weights)
+        run = loss_of(run_of(stack(small_block, spec["layers"], save=POLICIES[policy]), spec))
+        f = accumulate(run, 2, weights=weights)
         gradient = value_and_grad(lambda p: f(p, parts, Ctx(sh))[0][0])(local)[1]
-        close(tree_map(lambda g, param: whole_of(g, sh, param), gradient, spec), reference(p, batch)[1])
-        # Norm and bias are stored whole where they do not divide; every leaf here does.
+        close(tree_map(lambda g, param: whole_of(g, sh, param), gradient, spec), want_gradient(p, batch))
         hvp = grad(lambda p: along(f(p, parts, Ctx(sh))[1], lv))(local)
         close(tree_map(lambda g, param: whole_of(g, sh, param), hvp, spec), want)

@@ -259,7 +259,10 @@ def test_remat_of_a_compiled_block_differentiates_twice():
 
     fast = aot(f)
     close(hvp(remat(fast)), hvp(f))
-    close(grad(lambda w: stack(fast)({0: {"w": w}}, X, Ctx()).sum())(P["w"]), grad(lambda w: f({"w": w}, X, Ctx()).sum())(P["w"]))
+    close(
+        grad(lambda w: stack(fast)({0: {"w": w}}, X, Ctx()).sum())(P["w"]),
+        grad(lambda w: f({"w": w}, X, Ctx()).sum())(P["w"]),
+    )
 
 
 def test_a_parameter_that_moves_in_its_storage():

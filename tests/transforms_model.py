@@ -145,7 +145,9 @@ def loss_of(run):
 
     def loss(params, batch, ctx):
         items = run(params, context(batch, ctx))
-        return {"lm": Term(items["lm"], "batch seq"), "aux": Term(items["aux"], "batch")}, {"rows": batch["mask"].shape[0]}
+        return {"lm": Term(items["lm"], "batch seq"), "aux": Term(items["aux"], "batch")}, {
+            "rows": batch["mask"].shape[0]
+        }
 
     return loss
 
@@ -190,7 +192,12 @@ def make_batch(rows=6, seq=5, vocab=11, seed=1):
     # Microbatches weigh unequally.
     mask = (torch.rand(rows, seq, generator=g) < torch.linspace(0.2, 0.95, rows)[:, None]).to(T)
     segments = (torch.arange(seq)[None] >= torch.randint(1, seq, (rows, 1), generator=g)).long()
-    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous(), "mask": mask, "segments": segments}
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "targets": tokens[:, 1:].contiguous(),
+        "mask": mask,
+        "segments": segments,
+    }
 
 
 def layers_of(p):
@@ -272,7 +279,9 @@ def reference(p, batch, unshard=lambda p: p, layer=ref_block):
 
 
 def error(got, want):
-    """The largest error of a leaf relative to its norm (or to 1e-3 of the whole gradient's root mean square, if that is larger)."""
+    """The largest error of a leaf relative to its norm (or to 1e-3 of the whole gradient's root mean square, if that
+    is larger).
+    """
     got, want = ([t for t in leaves(tree) if t is not None] for tree in (got, want))
     want = [torch.as_tensor(w) for w in want]
     floor = 1e-3 * sum(w.square().sum() for w in want).sqrt() / len(want) ** 0.5

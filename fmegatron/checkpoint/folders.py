@@ -96,6 +96,11 @@ def info(path: PathLike) -> Info:
     return read(resolve(path))
 
 
+def read_meta(path: PathLike) -> dict[str, Any]:
+    """The meta that was given to `save`. path as in `resolve`, which says what is raised."""
+    return info(path).meta
+
+
 def complete(run: PathLike) -> list[Info]:
     """The complete checkpoints of a run, the oldest first."""
     found = []

@@ -47,14 +47,41 @@ def load(
     Raises UserError, on all ranks and before anything is allocated, for a checkpoint that is absent, incomplete,
     damaged or of another model, naming the tensors.
     """
-    tensors, values = leaves.split(like)
+    return _load(path, like, "" if strict else None, cast, device)
 
+
+def load_part(
+    path: str | os.PathLike[str],
+    name: str,
+    like: Any,
+    *,
+    cast: bool = False,
+    device: torch.device | str | None = None,
+) -> Any:
+    """One entry of the state that was saved, such as "params", as `load` gives the whole; no other part is read.
+
+    Raises UserError as `load`, also when the checkpoint holds more leaves of this part than `like`.
+    """
+    return _load(path, {name: like}, f"{name}.", cast, device)[name]
+
+
+def saved_dtype(path: str | os.PathLike[str], name: str) -> torch.dtype:
+    """The dtype in which a tensor was saved. Raises UserError when the checkpoint has no tensor of this dotted name."""
+    found = folders.info(path)
+    if name not in found.tensors:
+        raise UserError(f"checkpoint {found.path} has no tensor {name!r}; it has {listed('tensors', [*found.tensors])}")
+    return getattr(torch, found.tensors[name][1])
+
+
+def _load(path: Any, like: Any, scope: str | None, cast: bool, device: Any) -> Any:
+    """scope: the beginning of the names of which the checkpoint may not hold more than `like`; None: no such names."""
+    tensors, values = leaves.split(like)
     # rank 0 looks for all, so that every rank loads the same one
     found = on_first(lambda: folders.info(path))
     wanted = {name for names in together(lambda: [*tensors, *values]) for name in names}
 
     def check() -> None:
-        if problems := differences(found, tensors, values, wanted, strict=strict, cast=cast):
+        if problems := differences(found, tensors, values, wanted, scope, cast):
             raise UserError(f"checkpoint {found.path} does not fit: {'; '.join(problems)}")
 
     together(check)
@@ -65,7 +92,12 @@ def load(
 
 
 def differences(
-    found: Info, tensors: dict[str, torch.Tensor], values: dict[str, Any], wanted: set[str], *, strict: bool, cast: bool
+    found: Info,
+    tensors: dict[str, torch.Tensor],
+    values: dict[str, Any],
+    wanted: set[str],
+    scope: str | None,
+    cast: bool,
 ) -> list[str]:
     """In words, why a checkpoint does not fit what is to be loaded. wanted: the names on all ranks."""
     held = {**dict.fromkeys(found.tensors, "a tensor"), **{n: leaves.kind(v) for n, v in found.values.items()}}
@@ -73,7 +105,7 @@ def differences(
     both = [n for n in here if n in held]
     problems = [
         listed("missing in it", [n for n in here if n not in held]),
-        listed("only in it", [n for n in held if n not in wanted] if strict else []),
+        listed("only in it", [n for n in held if scope is not None and n.startswith(scope) and n not in wanted]),
         listed("of another kind", [f"{n} ({held[n]} in it, {here[n]} here)" for n in both if held[n] != here[n]]),
     ]
     shapes, dtypes = [], []

@@ -60,10 +60,8 @@ def save(
     temporary = on_first(lambda: folders.begin(folder, step))
     tensors = _writable(leaves.split(state)[0])
     metadata = _write(temporary, tensors, files) if files else None
-    described = {
-        name: {"shape": list(t.size), "dtype": dtype_name(t.properties.dtype)}
-        for name, t in sorted(metadata.state_dict_metadata.items() if metadata is not None else [])
-    }
+    held = metadata.state_dict_metadata if metadata is not None else {}
+    described = {n: {"shape": list(held[n].size), "dtype": dtype_name(held[n].properties.dtype)} for n in files}
     whole = {"step": step, "meta": meta or {}, "values": values, "tensors": described}
     return on_first(lambda: folders.publish(folder, temporary, whole, keep))
 

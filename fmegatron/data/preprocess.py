@@ -164,7 +164,7 @@ def _encode_in_processes(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    except BrokenProcessPool:
+    except (BrokenProcessPool, BrokenPipeError):  # the latter from a worker that dies while it starts
         raise UserError(
             f"one of workers={workers} processes died (no memory, or a script that calls preprocess without "
             "`if __name__ == '__main__':`): use workers=1 or fix that"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from fmegatron.errors import UserError
 from fmegatron.function import under_torch_func
 
 
@@ -46,10 +45,6 @@ def sharded(sh: Any, dim: str) -> bool:
     return sh is not None and (sh.check is not None or bool(sh.axes(dim)))
 
 
-def global_size(sh: Any, dim: str, local: int, given: int | None, caller: str) -> int:
-    """The global size of a dim: `given`, which must be there where the dim is sharded."""
-    if given is None and sh.axes(dim):
-        raise UserError(
-            f"{caller}: {dim!r} is sharded over {', '.join(sh.axes(dim))}, so its global size must be given ({dim}_size=…)"
-        )
-    return local if given is None else given
+def global_size(sh: Any, dim: str, local: int) -> int:
+    """The global size of a dim of which this rank holds `local`: every rank holds as much."""
+    return local * sh.mesh.size(sh.axes(dim)) if sh.axes(dim) else local

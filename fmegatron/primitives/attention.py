@@ -1,8 +1,7 @@
 """Attention with memory linear in the sequence, for every mask.
 
 The output and its log-sum-exp are kept for backward, which computes the probabilities again, block by block (Dao et
-al. 2022). Which
-kernel does it is decided by device, dtype and mask:
+al. 2022). Device, dtype and mask decide which kernel does it:
 
 - CPU: torch's flash kernel, over blocks of queries where there is a mask that the kernel lacks;
 - CUDA, half precision, queries and keys in plain order: torch's flash kernel, with documents as its variable-length
@@ -122,7 +121,8 @@ def _check(
 ) -> None:
     if q.ndim != 5 or k.ndim != 4:
         raise UserError(
-            f"attention(q, k): q has {q.ndim} dims and k {k.ndim}, not 5 (batch seq kv group head) and 4 (batch seq kv head)"
+            f"attention(q, k): q has {q.ndim} dims and k {k.ndim}, not 5 (batch seq kv group head) and "
+            "4 (batch seq kv head)"
         )
     if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2:] != (q.shape[2], q.shape[4]):
         raise UserError(

@@ -42,7 +42,7 @@ def linear_cross_entropy(
     equation: "batch seq embed, vocab embed -> batch seq vocab" for a w of that order (a tied embedding).
     sh: x is in the region of vocab ("batch seq* embed -> batch seq embed | vocab"), where its gradient is summed;
         labels are global ids.
-    vocab_size: the global size, needed where vocab is sharded.
+    vocab_size: the global size of vocab (default: that of equal shards).
     chunk: tokens; default: by the size of the vocabulary.
     """
     orders = {"embed vocab": False, "vocab embed": True}
@@ -53,7 +53,8 @@ def linear_cross_entropy(
     embed, vocab = (w.shape[1], w.shape[0]) if rows else (w.shape[0], w.shape[1])
     if x.shape[:-1] != labels.shape or x.shape[-1] != embed:
         raise UserError(
-            f"linear_cross_entropy: x {tuple(x.shape)}, w {tuple(w.shape)} as {side!r} and labels {tuple(labels.shape)} disagree"
+            f"linear_cross_entropy: x {tuple(x.shape)}, w {tuple(w.shape)} as {side!r} and labels "
+            f"{tuple(labels.shape)} disagree"
         )
     if chunk is None:
         chunk = max(1, CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE) // vocab)
@@ -105,7 +106,8 @@ def _loss(
         lse, label = local(*args, labels.masked_fill(ignored, -1))
         loss = (lse - label)[..., 0]
     else:
-        ids = sh.index("vocab", global_size(sh, "vocab", vocab, vocab_size, "cross-entropy"))
+        size = global_size(sh, "vocab", vocab) if vocab_size is None else vocab_size
+        ids = sh.index("vocab", size, device=labels.device)
 
         def held_here(*args: Tensor) -> Any:
             *args, labels, ids = args  # type: ignore[assignment]

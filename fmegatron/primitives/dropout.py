@@ -11,24 +11,30 @@ from fmegatron import random
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function
 from fmegatron.primitives._function import global_size, graph_wanted, sharded
-from fmegatron.rules import base
+
+# Stands for the size of a leading dim whose global positions are given. What it is changes no number.
+ANY_BATCH = 1 << 31
 
 
 def dropout(
     x: torch.Tensor,
     rate: float,
-    key: Any,
+    key: random.Key | None,
     *,
     sh: Any = None,
     dims: str = "batch seq* embed",
-    sizes: dict[str, int] | None = None,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x[dims] with each element zeroed with probability `rate`, the others divided by 1 - rate.
 
-    `key` is a `random.Key` (None, like a rate of 0: x itself). The bit of an element depends on the key and on its
-    global position alone, so every layout drops the same ones. `sizes` gives the global size of each sharded dim, by
-    its name. Backward makes the
-    mask again: nothing of x's size is kept.
+    The bit of an element depends on the key and on its global position alone, so every layout drops the same ones.
+    Backward makes the mask again: nothing of x's size is kept.
+
+    key: None, like a rate of 0, gives x itself.
+    rows: int[batch], the global positions of the rows that x holds of its first dim, where these are not those of
+        `sh.index` (a microbatch).
+
+    Raises UserError for a rate outside of [0, 1) or dims that do not fit.
     """
     if not 0 <= rate < 1:
         raise UserError(f"dropout(rate={rate}): the rate is a probability, at least 0 and below 1")
@@ -37,18 +43,19 @@ def dropout(
     names = dims.split()
     if len(names) != x.ndim:
         raise UserError(f"dropout(dims={dims!r}) names {len(names)} dims, x has {x.ndim}: name each dim of x")
-    shape: list[int] = []
-    index: list[torch.Tensor | None] = []
-    for name, local in zip(names, x.shape, strict=True):
-        if not sharded(sh, name):
-            shape.append(local)
-            index.append(None)
-            continue
-        shape.append(global_size(sh, name, local, (sizes or {}).get(name, (sizes or {}).get(base(name))), "dropout"))
-        index.append(sh.index(name, shape[-1], device=x.device))
-    if sh is None:
+    shape: list[int] = list(x.shape)
+    index: list[torch.Tensor | None] = [None] * x.ndim
+    for dim, name in enumerate(names):
+        if dim == 0 and rows is not None:
+            shape[0], index[0] = ANY_BATCH, rows
+        elif sharded(sh, name):
+            shape[dim] = global_size(sh, name, x.shape[dim])
+            index[dim] = sh.index(name, shape[dim], device=x.device)
+
+    def drop(x: torch.Tensor) -> torch.Tensor:
         return _drop(x, rate, key, tuple(shape), tuple(index))
-    return sh.primitive(lambda x: _drop(x, rate, key, tuple(shape), tuple(index)), (x,), (dims,), dims)
+
+    return drop(x) if sh is None else sh.primitive(drop, (x,), (dims,), dims)
 
 
 def _drop(

@@ -17,12 +17,13 @@ def embedding(
 
     Where `vocab` is sharded each rank looks up the rows that it holds and leaves zeros for the rest; the sum over
     vocab's axes is resolved into the layout of `batch seq* embed` (a reduce-scatter, an all-reduce or nothing), as in
-    Megatron's VocabParallelEmbedding. `vocab_size` is the global size of `vocab`, needed only there. Ids are not
-    checked here (that would cost a sync): data does it.
+    Megatron's VocabParallelEmbedding. `vocab_size` is the global size of `vocab` (default: that of equal shards). Ids
+    are not checked here (that would cost a sync): data does it.
     """
     if not sharded(sh, "vocab"):
         return _rows(table, tokens)
-    ids = sh.index("vocab", global_size(sh, "vocab", table.shape[0], vocab_size, "embedding"), device=table.device)
+    size = global_size(sh, "vocab", table.shape[0]) if vocab_size is None else vocab_size
+    ids = sh.index("vocab", size, device=table.device)
     y = sh.primitive(_rows_held, (table, tokens, ids), ("vocab embed", "batch seq", "vocab"), "batch seq embed")
     return sh.resolve(y, "batch seq embed", partial="vocab", to="batch seq* embed")
 

@@ -1,0 +1,78 @@
+"""Everything that `import fmegatron as fm` offers, collected from the modules of the core."""
+
+from fmegatron import optim, random, schedules
+from fmegatron.accumulate import Term, Weight, accumulate
+from fmegatron.checking import check, infer_over
+from fmegatron.context import Ctx
+from fmegatron.errors import ShardingError, UserError
+from fmegatron.grad import value_and_grad
+from fmegatron.initializers import constant, normal, ones, truncated_normal, uniform, zeros
+from fmegatron.launch import close_distributed as leave_processes
+from fmegatron.launch import init_distributed as join_processes
+from fmegatron.launch import is_first_process
+from fmegatron.mesh import Mesh, make_mesh
+from fmegatron.placements import Invariant, Partial, Replicate, Shard
+from fmegatron.precision import Precision
+from fmegatron.random import Key, fold_in, key
+from fmegatron.random import split as split_key
+from fmegatron.remat import names, nothing, remat
+from fmegatron.rules import Rules, standard_rules
+from fmegatron.sharding import Sharding, placements
+from fmegatron.simulation import simulate
+from fmegatron.spec import Param, abstract, count, describe, init
+from fmegatron.split import everything, split
+from fmegatron.step import NonFiniteError, TrainState, evaluate, train_step
+
+__all__ = [
+    "Ctx",
+    "Invariant",
+    "Key",
+    "Mesh",
+    "NonFiniteError",
+    "Param",
+    "Partial",
+    "Precision",
+    "Replicate",
+    "Rules",
+    "Shard",
+    "Sharding",
+    "ShardingError",
+    "Term",
+    "TrainState",
+    "UserError",
+    "Weight",
+    "abstract",
+    "accumulate",
+    "check",
+    "constant",
+    "count",
+    "describe",
+    "evaluate",
+    "everything",
+    "fold_in",
+    "infer_over",
+    "init",
+    "is_first_process",
+    "join_processes",
+    "key",
+    "leave_processes",
+    "make_mesh",
+    "names",
+    "normal",
+    "nothing",
+    "ones",
+    "optim",
+    "placements",
+    "random",
+    "remat",
+    "schedules",
+    "simulate",
+    "split",
+    "split_key",
+    "standard_rules",
+    "train_step",
+    "truncated_normal",
+    "uniform",
+    "value_and_grad",
+    "zeros",
+]

@@ -1,0 +1,219 @@
+"""Llama against transformers, and against itself on meshes of simulated and of real ranks."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+
+from fmegatron import tree
+from fmegatron.accumulate import accumulate
+from fmegatron.checking import check
+from fmegatron.context import Ctx
+from fmegatron.mesh import everywhere, make_mesh
+from fmegatron.models.llama import LLAMA, Llama, LlamaConfig, config_from_hf, config_to_hf, hf_map
+from fmegatron.precision import Precision
+from fmegatron.primitives import Llama3Scaling
+from fmegatron.random import key
+from fmegatron.remat import names, nothing
+from fmegatron.rules import standard_rules
+from fmegatron.sharding import Sharding
+from fmegatron.simulation import per_rank, simulate
+from fmegatron.spec import count, init, params_of
+from fmegatron.split import everything
+from tests.processes import processes
+
+DOUBLE = Precision(params=torch.float64)
+ODD = LlamaConfig(vocab=101, embed=24, layers=2, heads=6, kv_heads=3, head=10, mlp=36, rope_base=500.0)
+SCALED = dataclasses.replace(ODD, kv_heads=2, tied=True, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 16))
+
+
+def hf_model(config):
+    import transformers
+
+    torch.manual_seed(0)
+    made = transformers.LlamaConfig(**config_to_hf(config), attn_implementation="eager")
+    model = transformers.LlamaForCausalLM(made)
+    for p in model.parameters():  # norms too, so that none is trivially right
+        torch.nn.init.normal_(p, std=0.2)
+    return model
+
+
+@contextlib.contextmanager
+def wide(dtype):
+    """transformers computes norms and rotary tables in float32 whatever the model's dtype; in float64 here."""
+    if dtype != torch.float64:
+        yield
+        return
+    import transformers.models.llama.modeling_llama as module
+
+    class Wide:
+        float32 = float = torch.float64
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    plain_float = torch.Tensor.float
+    module.torch, torch.Tensor.float = Wide(), torch.Tensor.double
+    try:
+        yield
+    finally:
+        module.torch, torch.Tensor.float = torch, plain_float
+
+
+def ours_of(tensors, config, dtype):
+    """transformers' tensors as our parameters, by the name map, written out by hand here."""
+
+    def convert(path, target):
+        t, dims, c = tensors[target.name].detach().to(dtype), target.dims, config
+        if dims == "(kv group head) embed":
+            return t.view(c.kv_heads, c.group, c.head, c.embed).permute(3, 0, 1, 2)
+        if dims == "(kv head) embed":
+            return t.view(c.kv_heads, c.head, c.embed).permute(2, 0, 1)
+        if dims == "embed (kv group head)":
+            return t.view(c.embed, c.kv_heads, c.group, c.head).permute(1, 2, 3, 0)
+        return t.T if dims in ("mlp embed", "embed mlp") else t
+
+    spec, mapped = Llama(config).spec(), hf_map(config)
+    return tree.like(spec, [convert(p, mapped[p]).contiguous() for p in params_of(spec)])
+
+
+def batch_of(config, rows=4, seq=12, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, config.vocab, (rows, seq + 1), generator=g)
+    mask = torch.rand(rows, seq, generator=g) < torch.linspace(0.2, 0.95, rows)[:, None]
+    return {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous(), "mask": mask}
+
+
+@pytest.mark.parametrize("config", [ODD, SCALED], ids=["odd", "scaled-tied"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_logits_and_gradients_equal_transformers(config, dtype, bound):
+    reference, batch = hf_model(config).to(dtype), batch_of(config)
+    if dtype == torch.float64:  # rotary frequencies are kept in float32 as well: again, exactly
+        rotary = reference.model.rotary_emb
+        exact = 1.0 / config.rope_base ** (torch.arange(0, config.head, 2, dtype=torch.float64) / config.head)
+        rotary.inv_freq = config.rope_scaling(exact) if config.rope_scaling else exact
+    with wide(dtype):
+        logits = reference(batch["tokens"]).logits
+        each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        loss = (each * batch["mask"].flatten()).sum() / batch["mask"].sum()
+        loss.backward()
+    model = Llama(config)
+    params = ours_of(reference.state_dict(), config, dtype)
+    ctx = Ctx(sh=Sharding(precision=Precision(params=dtype)))
+    got = model.logits(params, batch["tokens"], ctx)
+    assert (got - logits).abs().max() <= bound * logits.abs().max()
+    (value, _), grads = accumulate(model.loss, 1, weights=model.weights)(params, batch, ctx)
+    assert abs(value - loss) <= bound * abs(loss)
+    wanted = ours_of({n: p.grad for n, p in reference.named_parameters()}, config, dtype)
+    for path, g in tree.named(grads).items():
+        want = tree.named(wanted)[path]
+        assert (g - want).norm() <= bound * want.norm(), path
+
+
+def test_config_round_trip_and_refusals():
+    for config in (ODD, SCALED, LLAMA["llama3.1-8b"]):
+        assert dataclasses.replace(config_from_hf(config_to_hf(config))) == config
+    for field, value in {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}.items():
+        with pytest.raises(ValueError, match=field):
+            config_from_hf({**config_to_hf(ODD), field: value})
+    with pytest.raises(ValueError, match="yarn"):
+        config_from_hf({**config_to_hf(ODD), "rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [("llama2-7b", 6_738_415_616), ("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3.2-1b", 1_235_814_400)],
+)
+def test_presets_have_the_published_number_of_parameters(preset, parameters):
+    assert count(Llama(LLAMA[preset]).spec()) == parameters
+
+
+def test_packed_documents_equal_documents_apart():
+    params = init(Llama(ODD).spec(), key(0), sh=Sharding(precision=DOUBLE))
+    model, ctx = Llama(ODD), Ctx(sh=Sharding(precision=DOUBLE))
+    a, b = batch_of(ODD, rows=1, seq=5)["tokens"], batch_of(ODD, rows=1, seq=7, seed=2)["tokens"]
+    segments = torch.tensor([[0] * 5 + [1] * 7])
+    positions = torch.tensor([[*range(5), *range(7)]])
+    packed = model.logits(params, torch.cat([a, b], 1), ctx, segments=segments, positions=positions)
+    apart = torch.cat([model.logits(params, t, ctx) for t in (a, b)], 1)
+    assert (packed - apart).abs().max() < 1e-12
+
+
+# ------------------------------------------------------------------------------------------------------------- layouts
+
+MESHY = LlamaConfig(vocab=24, embed=16, layers=2, heads=8, kv_heads=2, head=4, mlp=24, tied=True)
+
+
+def program(model):
+    def loss(params, batch, sh):
+        terms, _ = model.loss(params, batch, Ctx(sh=sh))
+        return sh.sum(terms["lm"].items, "batch seq ->")
+
+    return loss
+
+
+@pytest.mark.parametrize("config", [ODD, MESHY])
+def test_the_checking_mode_accepts_the_model(config):
+    model = Llama(config)
+    params = init(model.spec(), key(0), sh=Sharding(precision=DOUBLE))
+    mesh = make_mesh("dp=2,cp=2,tp=4", kv_heads=2, abstract=True, device="cpu")
+    batch = {k: v for k, v in batch_of(config).items() if k != "mask"}
+    check(program(model), model.spec(), params, batch, standard_rules(mesh, sequence_parallel=True))
+
+
+def gradients(model, params, batch, sh, microbatches=1):
+    return accumulate(model.loss, microbatches, weights=model.weights)(params, batch, Ctx(sh=sh))
+
+
+def layout(axes, sp, store):
+    mesh = make_mesh(axes, kv_heads=MESHY.kv_heads, device="cpu")
+    return Sharding(mesh, standard_rules(mesh, sequence_parallel=sp, store=store), precision=DOUBLE)
+
+
+PARAMS = init(Llama(MESHY).spec(), key(0), sh=Sharding(precision=DOUBLE))
+BATCH = batch_of(MESHY)
+LAYOUTS = [
+    ("dp=1,tp=4", True, (), "everything"),
+    ("dp=2,tp=2", True, ("dp",), "nothing"),
+    ("dp=4,tp=1", False, ("dp",), "attention"),
+    ("dp=1,cp=2,tp=2", True, ("cp",), "everything"),
+]
+POLICIES = {"everything": everything, "nothing": nothing, "attention": names("attention")}
+
+
+@pytest.mark.parametrize(("axes", "sp", "store", "save"), LAYOUTS)
+def test_every_layout_computes_the_same_function(axes, sp, store, save):
+    (value, _), want = gradients(Llama(MESHY), PARAMS, BATCH, Sharding(precision=DOUBLE))
+    with simulate(4):
+        sh, model = layout(axes, sp, store), Llama(MESHY, save=POLICIES[save])
+        params = tree.like(
+            PARAMS,
+            [sh.shard_param(everywhere(sh.mesh, w), p) for w, p in zip(tree.leaves(PARAMS), tree.leaves(model.spec()), strict=True)],
+        )
+        local = {n: sh.shard(everywhere(sh.mesh, x), "batch seq") for n, x in BATCH.items()}
+        (got, _), grads = gradients(model, params, local, sh, microbatches=2 if "dp=1" in axes else 1)
+        assert max(abs(float(v - value)) for v in per_rank(got)) < 1e-12
+        for (path, g), r, p in zip(tree.named(grads).items(), tree.leaves(want), tree.leaves(model.spec()), strict=True):
+            mine = per_rank(sh.local(g))
+            theirs = per_rank(sh.local(sh.shard_param(everywhere(sh.mesh, r), p)))
+            assert max(float((a - b).norm()) for a, b in zip(mine, theirs, strict=True)) <= 1e-12 * float(r.norm()), path
+
+
+def on_processes(axes, sp, store, save):
+    """Worst relative error of this rank's gradients, and the bytes it holds."""
+    sh, model = layout(axes, sp, store), Llama(MESHY, save=POLICIES[save])
+    (value, _), want = gradients(Llama(MESHY), PARAMS, BATCH, Sharding(precision=DOUBLE))
+    params = init(model.spec(), key(0), sh=sh)
+    local = {n: sh.shard(x, "batch seq") for n, x in BATCH.items()}
+    (got, _), grads = gradients(model, params, local, sh)
+    worst = abs(float(got - value))
+    for g, r, p in zip(tree.leaves(sh.local(grads)), tree.leaves(want), tree.leaves(model.spec()), strict=True):
+        worst = max(worst, float((g - sh.local(sh.shard_param(r, p))).norm() / r.norm()))
+    return worst
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize(("axes", "sp", "store", "save"), LAYOUTS)
+def test_real_processes_agree(axes, sp, store, save):
+    assert max(processes(4).run(on_processes, axes, sp, store, save)) < 1e-12
