@@ -56,7 +56,7 @@ def accumulate(
     *,
     weights: Callable[[Any], Mapping[str, Weight]] | None = None,
     trainable: Trainable = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     enter: Callable[[Any], Any] | None = None,
     leave: Callable[[Any], Any] | None = None,
 ) -> Callable:
@@ -69,7 +69,8 @@ def accumulate(
     weights: weights(batch) -> {name: Weight} with a Weight for every term; it is called once, on the batch as this
         rank holds it. May be left out for a loss of one term that has a `weight` of its own.
     trainable: as for `value_and_grad`.
-    dtype: gradients are accumulated in this type or their own, whichever is wider; so is what comes back.
+    dtype: gradients are accumulated in this type or their own, whichever is wider, and so come back; None means
+        `ctx.sh.precision.reduce_dtype`, which is float32 or wider unless told otherwise.
     enter, leave: how parameters are gathered once before the first microbatch, and gradients reduced once behind the
         last one (ZeRO-1 and -2). Functions of a tree whose leaves may be None; the second is the first's transpose.
 
@@ -90,6 +91,7 @@ def accumulate(
         wanted, at_rest, batch = trainable_leaves(params, trainable), params, to_local(batch)
         params = to_local(params)
         composable = higher_order((params, batch))
+        wide = dtype or ctx.sh.precision.reduce_dtype
         if enter is not None:
             params = enter(params)
         parts = cut_batch(batch, with_rows(ctx, batch), microbatches)
@@ -103,7 +105,7 @@ def accumulate(
                 terms, stats = loss(p, part, part_ctx)
                 return evaluate(terms, stats, known, scale, ctx.sh)
 
-            aux = add_up(of, params, wanted, grads, dtype)
+            aux = add_up(of, params, wanted, grads, wide)
             sums.add(aux)
         total, metrics, factor = sums.finish(scale)
         if factor is not None:

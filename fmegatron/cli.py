@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fmegatron import config as settings
 from fmegatron.config import ExportConfig, GenerateConfig, PreprocessConfig, TrainConfig, nearest_name
 from fmegatron.errors import UserError
-from fmegatron.launch import launch, report_error
+from fmegatron.launch import is_first_process, launch, report_error
+from fmegatron.preflight import check_train
 
 C = TypeVar("C")
 
@@ -31,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"unknown command {command!r}; did you mean {nearest_name(command, list(COMMANDS))!r}?")
         return COMMANDS[command](rest) or 0
     except KeyboardInterrupt:
-        print("fmegatron: interrupted", file=sys.stderr)
+        if is_first_process():
+            print("fmegatron: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         return report_error(error)
@@ -39,18 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(arguments: Sequence[str]) -> int | None:
     """Train a language model."""
+    start = time.monotonic()
     config = parse_train(arguments)
+    check_train(config)
     if config.nproc > 1 and "RANK" not in os.environ:
         return launch([sys.executable, "-m", "fmegatron", "train", *arguments], config.nproc)
     from fmegatron.train import run
 
-    return run(config)
+    return run(config, start=start)
 
 
 def describe(arguments: Sequence[str]) -> int | None:
     """Show the parameters, sizes and layout that `train` with the same arguments would have."""
     config = parse_train(arguments, command="describe")
-    from fmegatron.train import describe
+    from fmegatron.job import describe
 
     return describe(config)
 
@@ -100,15 +106,23 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
 
 
 def parse_train(arguments: Sequence[str], *, command: str = "train") -> TrainConfig:
-    """The settings of `train`: defaults, then the TOML file of --config, then the flags.
+    """The settings of `train`: defaults, then with --resume those of the run's folder, then the file of --config, then flags.
 
     `config` is None in the result: what the file said is in the other fields.
 
     Raises UserError for a bad file or a meaningless number; a bad flag exits with code 2 and a message.
     """
-    path = parse(TrainConfig, command, arguments).config  # all flags are checked, and --help answered, before the file
-    default = settings.load_config(TrainConfig, path) if path is not None else TrainConfig()
-    config = dataclasses.replace(parse(TrainConfig, command, arguments, default=default), config=None)
+    flags = parse(TrainConfig, command, arguments)  # all flags are checked, and --help answered, before any file
+    files: list[str | Path] = [] if flags.config is None else [flags.config]
+    config = flags
+    if files:
+        config = parse(TrainConfig, command, arguments, default=settings.load_config(TrainConfig, files[0]))
+    saved = Path(config.out) / settings.SETTINGS
+    if config.resume and saved.is_file():
+        default = settings.load_configs(TrainConfig, saved, *files)
+        default = dataclasses.replace(default, out=config.out, resume=True)  # the folder may have been moved
+        config = parse(TrainConfig, command, arguments, default=default)
+    config = dataclasses.replace(config, config=None)
     settings.check_config(config)
     return config
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import tomllib
 import types
 import typing
@@ -19,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from fmegatron.errors import UserError
 
+SETTINGS = "config.toml"  # in a run's folder, what its settings were
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 T = TypeVar("T")
 
@@ -140,14 +142,15 @@ class TrainConfig:
     out: str = "runs/train"
     """Folder of the run: checkpoints, metrics, log and the resolved settings."""
     resume: bool = False
-    """Go on from the newest checkpoint in `out`."""
+    """Go on from the newest checkpoint in `out`, by default with the settings of that run; flags override them."""
     steps: int = 600
-    """Optimizer steps in all, those before a resume included."""
+    """Optimizer steps in all, those before a resume included. More of them on a resume leave the data's order as it was; a
+    cosine, linear or wsd schedule is then that of the longer run."""
     seed: int = 0
     """Seed of initial values, data order and dropout."""
 
     data: str | None = None
-    """JSONL file, folder of text, or prefix of a .bin/.idx pair; None: the sources of Python's standard library."""
+    """JSONL or text file, folder of text, or prefix of a .bin/.idx pair; None: the sources of Python's standard library."""
     tokenizer: str | None = None
     """Folder with, or path of, a tokenizer.json; None: train a byte-level BPE on the training text."""
     tokenizer_vocab: int = 4096
@@ -250,23 +253,44 @@ def load_config(cls: type[T], path: str | Path) -> T:
 
     Raises UserError: no such file, not TOML, an unknown key (the nearest is named), a value of the wrong type.
     """
+    return load_configs(cls, path)
+
+
+def load_configs(cls: type[T], *paths: str | Path) -> T:
+    """The settings of several TOML files, of which a later one has the last word. Raises UserError as `load_config`."""
+    whole: dict[str, Any] = {}
+    for path in paths:
+        values = _read_toml(path)
+        from_dict(cls, values, where=f"--config {path}: ")  # so that a mistake is told of its own file
+        whole = _merged(whole, values)
+    return from_dict(cls, whole, where=f"--config {paths[-1]}: ")
+
+
+def _read_toml(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config {path}: cannot read it ({_reason(error)}); give the path of a TOML file") from None
     try:
-        values = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"--config {path}: not valid TOML: {error}") from None
-    return from_dict(cls, values, where=f"--config {path}: ")
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Nested dicts in one; where both have a key, `above` counts."""
+    both = {k for k in below.keys() & above.keys() if isinstance(below[k], dict) and isinstance(above[k], dict)}
+    return {**below, **above, **{k: _merged(below[k], above[k]) for k in both}}
 
 
 def save_config(config: Any, path: str | Path) -> None:
-    """Write all settings as TOML that `load_config` reads back equal.
+    """Write all settings as TOML that `load_config` reads back equal; the file appears whole, whenever it is killed.
 
     TOML has no null, so a setting that is None is left out; every setting that may be None has that default.
     """
-    Path(path).write_text(to_toml(config), encoding="utf-8")
+    part = Path(path).with_suffix(".part")
+    part.write_text(to_toml(config), encoding="utf-8")
+    os.replace(part, path)
 
 
 def to_toml(config: Any) -> str:
@@ -297,15 +321,18 @@ def check_config(config: TrainConfig) -> None:
             ok, need = 0 < value < float("inf"), "greater than 0"
         elif path in _FRACTIONS:
             ok, need = 0 <= value < 1, "at least 0 and less than 1"
+        elif path == "eval.fraction":
+            ok, need = 0 < value < 1, "between 0 and 1"
         elif name == "seed":
-            ok, need = 0 <= value < 2**64, "from 0 to 2**64 - 1"
+            ok, need = 0 <= value < 2**32, "from 0 to 2**32 - 1"
         else:
             ok, need = 0 <= value < float("inf"), "a number that is not negative"
         if not ok:
             raise UserError(f"--{path.replace('_', '-')} {value} must be {need}")
     if config.batch.size % config.batch.microbatches:
         raise UserError(
-            f"--batch.size {config.batch.size} does not divide into --batch.microbatches {config.batch.microbatches}"
+            f"--batch.size {config.batch.size} does not divide into --batch.microbatches {config.batch.microbatches}: "
+            "use a multiple of it"
         )
 
 
@@ -320,7 +347,7 @@ _POSITIVE = {
     "batch.microbatches",
     "eval.batches",
 }
-_FRACTIONS = {"dropout", "eval.fraction", "optim.beta1", "optim.beta2"}
+_FRACTIONS = {"dropout", "optim.beta1", "optim.beta2"}
 
 
 def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:

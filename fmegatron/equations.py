@@ -50,7 +50,10 @@ def parse_equation(text: str, operands: int) -> Equation:
     parts = left.split(",")
     if len(parts) != operands:
         raise ShardingError(f"{text!r} has {len(parts)} operand(s) on its left, this call has {operands}")
-    return Equation(tuple(parse_side(p) for p in parts), parse_side(right), text)
+    inputs = tuple(parse_side(p) for p in parts)
+    if entered := [s for s in inputs if s.region]:
+        raise ShardingError(f"{text!r}: a `|` names what a value enters, so it belongs behind the arrow, not to {str(entered[0])!r}")
+    return Equation(inputs, parse_side(right), text)
 
 
 @lru_cache(maxsize=4096)

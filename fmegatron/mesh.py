@@ -72,7 +72,7 @@ class Mesh:
         if axes in self.sizes:
             return (axes,)
         known = [*self.names, *self.sizes]
-        near = difflib.get_close_matches(axes, known, 1)
+        near = difflib.get_close_matches(axes, known, 1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ShardingError(f"no mesh axis is named {axes!r}: this mesh has {', '.join(dict.fromkeys(known))}{hint}")
 
@@ -97,7 +97,8 @@ class Mesh:
         return self._cache[key]
 
     def _make_group(self, key: tuple[str, ...]) -> Any:
-        assert self._ranks is not None and self.device_mesh is not None
+        if self._ranks is None or self.device_mesh is None:
+            raise UserError("this mesh is abstract: it answers questions about layouts and runs nothing; make_mesh(…) without abstract=True")
         if len(key) == 1:
             return (self.device_mesh, self.order.index(key[0]))
         every = list(self.sizes)

@@ -58,22 +58,13 @@ class Dot(Function):
 def input_gradient(g: torch.Tensor, w: torch.Tensor, equation: str) -> torch.Tensor:
     """The gradient by x, given the output's."""
     a, b, o = operands(equation)
-    return ordered_einsum(o, g, b, w, a)
+    return torch.einsum(f"{o},{b}->{a}", g, w)
 
 
 def weight_gradient(x: torch.Tensor, g: torch.Tensor, equation: str) -> torch.Tensor:
     """The gradient by w, given the output's."""
     a, b, o = operands(equation)
-    return ordered_einsum(a, x, o, g, b)
-
-
-def ordered_einsum(a: str, x: torch.Tensor, b: str, y: torch.Tensor, out: str) -> torch.Tensor:
-    """einsum "a,b->out" with the operands in that order which gives a contiguous result: einsum puts the first one's
-    dims first, and a transposed gradient would leave the fast path of multi-tensor updates.
-    """
-    if out and out[0] in b and out[0] not in a:
-        return torch.einsum(f"{b},{a}->{out}", y, x)
-    return torch.einsum(f"{a},{b}->{out}", x, y)
+    return torch.einsum(f"{a},{o}->{b}", x, g)
 
 
 def operands(equation: str) -> list[str]:

@@ -290,6 +290,16 @@ class Sharding:
         """Where new tensors are made."""
         return self.mesh.device if self.mesh is not None else torch.device("cpu")
 
+    def inner(self, a: Any, b: Any, spec: Any) -> torch.Tensor:
+        """The inner product of two trees of parameters at rest (local tensors, as in a step), over all elements of all ranks: a
+        penalty, or the directional derivative whose gradient is a Hessian-vector product. Differentiable."""
+        total: Any = 0.0
+        for x, y, param in zip(tree.leaves(a), tree.leaves(b), params_of(spec).values(), strict=True):
+            part = (x * y).sum()
+            held = self.held_by(param)
+            total = total + (self(part, **{axis: ("P", "I") for axis in held}) if held else part)
+        return total
+
     # --------------------------------------------------------------------------------------------- layouts, for the reader
 
     @property

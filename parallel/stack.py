@@ -71,6 +71,11 @@ def sharded_store(sh: Sharding, spec: Mapping[int, Any]) -> Store:
     )
 
 
+def _used_as_stored(sh: Sharding) -> bool:
+    """Are parameters at rest what equations read, neither gathered nor cast?"""
+    return sh.mesh is None and sh.precision.compute_dtype == sh.precision.params
+
+
 def stack(
     block: Callable,
     spec: Mapping[int, Any] | None = None,
@@ -80,10 +85,10 @@ def stack(
     compile: bool | Mapping[str, Any] = False,
     store: Store | Callable[[Ctx], Store | None] | None = None,
 ) -> Callable:
-    """f(layers, carry, ctx) -> carry: the layers {index: params} in the order of their indices, each by block(params,
-    carry, ctx).
+    """f(layers, carry, ctx) -> carry: block(params, carry, ctx) for every layer in turn.
 
-    A layer's ctx has its index in `layer` and its own key, folded from ctx.key by that index.
+    layers is {index: params}, run in the order of the indices. A layer's ctx has its index in `layer` and its own key,
+    folded from ctx.key by that index.
 
     spec: {index: spec tree}: the layers' parameters rest as ctx.sh lays these out; they are cast and gathered layer
         by layer, and their gradients reduced. Without it blocks get the parameters as they are.
@@ -93,7 +98,7 @@ def stack(
     compile: compile the block, innermost; or the arguments of torch.compile. fullgraph is the default.
     store: another way to keep parameters than `spec`; or a function of ctx that gives it.
 
-    Under torch.func, without a store, and in the checking mode this is a plain loop over the layers.
+    Under torch.func, in the checking mode, and where there is nothing to gather this is a plain loop over the layers.
     """
     inner = compiled(block, {} if compile is True else compile) if compile is not False else block
     body = inner if save is everything else remat(inner, save)
@@ -131,7 +136,7 @@ def stack(
     whole = joined(_in_turn(parts, place, layer_ctx, store_of, free), plain)
 
     def f(layers: Mapping[int, Any], carry: Any, ctx: Ctx) -> Any:
-        if ctx.sh.check is not None or store_of(ctx) is None:
+        if ctx.sh.check is not None or store_of(ctx) is None or (spec is not None and _used_as_stored(ctx.sh)):
             return plain(layers, carry, ctx)
         return whole(layers, carry, ctx)
 

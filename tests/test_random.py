@@ -301,6 +301,7 @@ def test_compiled_once_for_all_keys(draw):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 def test_compiled_to_code():
     """Inductor folds products of positions into index arithmetic of 32 bits, unless it is kept from it."""

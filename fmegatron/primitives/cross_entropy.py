@@ -18,7 +18,7 @@ from fmegatron.function import apply_function
 from fmegatron.primitives._function import each_example, global_size, graph_wanted, sharded, wide
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20}  # logits at once; on CPU they should stay in cache
-CHUNK_ELEMENTS_ELSEWHERE = 1 << 25
+CHUNK_ELEMENTS_ELSEWHERE = 1 << 26
 
 
 def linear_cross_entropy(
@@ -207,6 +207,16 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, summed in total's dtype."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
 # Operators of their own, so that compiled code and simulation see one operation, not a loop over chunks.
 
 
@@ -247,18 +257,15 @@ def _linear_statistics_backward_op(
     gw = torch.zeros(w.shape, dtype=dtype, device=w.device) if need_w else w.new_empty(0)
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
-        at = labels[part]
-        g = _product(x[part], wt.t(), dtype).softmax(-1).mul_(g_lse[part, None])
-        g.scatter_add_(-1, at.clamp(min=0)[:, None], g_label[part].masked_fill(at < 0, 0)[:, None])
-        g = g.to(x.dtype)
+        here, at = labels[part] >= 0, labels[part].clamp(min=0)[:, None]
+        p = _product(x[part], wt.t(), dtype).softmax(-1)
+        at_label = p.gather(-1, at)[:, 0] * g_lse[part] + g_label[part] * here
+        g = torch.mul(p, g_lse[part, None], out=p if dtype == x.dtype else torch.empty_like(p, dtype=x.dtype))
+        g.scatter_(-1, at, at_label.to(x.dtype)[:, None])
         if need_x:
             gx[part] = g @ wt
         if need_w:
-            a, b = (g.t(), x[part]) if rows else (x[part].t(), g)
-            if gw.dtype == x.dtype:
-                gw.addmm_(a, b)
-            else:
-                gw += _product(a, b, dtype)
+            _add_product(gw, *((g.t(), x[part]) if rows else (x[part].t(), g)))
     return gx, gw.to(w.dtype)
 
 

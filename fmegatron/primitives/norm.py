@@ -27,6 +27,9 @@ class _RMSNorm(Function):
 
     @staticmethod
     def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        if _fused(x, weight):
+            y, scale = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], None, eps)
+            return y * weight, scale
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x.dtype))
         scale = torch.rsqrt(length.square() / x.shape[-1] + eps)
         y = (x * scale).to(x.dtype)
@@ -47,8 +50,18 @@ class _RMSNorm(Function):
         if graph_wanted():
             wide_x = x.to(scale.dtype)
             scale = torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + ctx.eps)  # a function of x again
-        gx, gw = _gradients(x, weight, scale, g)
+        if _fused(x, weight) and not graph_wanted():
+            need = ctx.needs_input_grad[:2]
+            gx, gw = torch.ops.aten._fused_rms_norm_backward(g.contiguous(), x, [x.shape[-1]], scale, weight, need)
+        else:
+            gx, gw = _gradients(x, weight, scale, g)
         return gx if ctx.needs_input_grad[0] else None, gw if ctx.needs_input_grad[1] else None, None
+
+
+def _fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Is torch's fused kernel the fastest? (Compiled code makes one of its own.)"""
+    there = x.device.type == "cuda" and not torch.compiler.is_compiling() and may_overwrite()
+    return there and x.dtype == weight.dtype and x.is_contiguous()
 
 
 def _gradients(
