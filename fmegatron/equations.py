@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from fmegatron.errors import ShardingError
 from fmegatron.rules import base
@@ -27,9 +30,32 @@ class Equation(NamedTuple):
     text: str
 
 
-@lru_cache(maxsize=4096)
 def parse_side(text: str) -> Side:
     """ "batch seq embed | heads" -> Side(("batch", "seq", "embed"), ("heads",)). An empty text is a scalar."""
+    return _once(_side, text)
+
+
+def parse_equation(text: str, operands: int) -> Equation:
+    """ "a b, b c -> a c" with this many operands on the left. Raises ShardingError for anything else."""
+    return _once(_equation, text, operands)
+
+
+def einsum_of(equation: Equation) -> str:
+    """The same product as torch.einsum spells it, one letter a dim. Raises ShardingError for a dim that no operand has."""
+    return _once(_einsum, equation)
+
+
+def _once(f: Callable[..., Any], *args: Any) -> Any:
+    """f(*args), kept from one call to the next. (torch.compile, which would trace through the cache, runs it while tracing.)"""
+    return f(*args) if torch.compiler.is_compiling() else _kept(f, *args)
+
+
+@lru_cache(maxsize=8192)
+def _kept(f: Callable[..., Any], *args: Any) -> Any:
+    return f(*args)
+
+
+def _side(text: str) -> Side:
     dims, _, region = text.partition("|")
     side = Side(tuple(dims.split()), tuple(region.split()))
     names = [base(d) for d in side.dims]
@@ -41,9 +67,7 @@ def parse_side(text: str) -> Side:
     return side
 
 
-@lru_cache(maxsize=4096)
-def parse_equation(text: str, operands: int) -> Equation:
-    """ "a b, b c -> a c" with this many operands on the left. Raises ShardingError for anything else."""
+def _equation(text: str, operands: int) -> Equation:
     left, arrow, right = text.partition("->")
     if not arrow or "->" in right:
         raise ShardingError(f'{text!r} is no equation: write "dims -> dims" with one arrow')
@@ -56,9 +80,7 @@ def parse_equation(text: str, operands: int) -> Equation:
     return Equation(inputs, parse_side(right), text)
 
 
-@lru_cache(maxsize=4096)
-def einsum_of(equation: Equation) -> str:
-    """The same product as torch.einsum spells it, one letter a dim. Raises ShardingError for a dim that no operand has."""
+def _einsum(equation: Equation) -> str:
     names = dict.fromkeys(base(n) for side in equation.inputs for n in side.dims)
     letter = {n: chr(97 + i) for i, n in enumerate(names)}
     if missing := [n for n in equation.output.dims if base(n) not in letter]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from fmegatron import checkpoint
 from fmegatron.config import ExportConfig
+from fmegatron.errors import UserError
 from fmegatron.generate import load_run
 from fmegatron.models.hf import save_hf
 from fmegatron.precision import dtype_of
@@ -13,6 +16,9 @@ from fmegatron.precision import dtype_of
 
 def run(config: ExportConfig) -> int:
     """Write config.json, safetensors and the tokenizer. Raises UserError when there is no checkpoint or `out` is not free."""
+    out = Path(config.out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"--out {config.out} exists already: give a folder that does not exist or is empty")
     dtype = None if config.dtype is None else dtype_of(config.dtype)
     model, params, _, folder = load_run(config.checkpoint, device=torch.device("cpu"), dtype=dtype)
     meta = checkpoint.read_meta(folder)

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmegatron import checkpoint, random
+from fmegatron import checkpoint, random, tree
 from fmegatron.config import GenerateConfig
 from fmegatron.context import Ctx
 from fmegatron.data import load_tokenizer
 from fmegatron.errors import UserError
 from fmegatron.models.llama import Llama, LlamaConfig
 from fmegatron.precision import Precision, dtype_of
+from fmegatron.primitives import Llama3Scaling
 from fmegatron.sharding import Sharding
 from fmegatron.spec import abstract
 
@@ -110,7 +111,13 @@ def generate(model: Any, params: Any, tokenizer: Any, prompts: Sequence[str], **
     options.setdefault("temperature", 0.8)
     options.setdefault("eod", tokenizer.eod)
     ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-    return [tokenizer.decode(new) for new in generate_tokens(model, params, ids, **options)]
+    found = generate_tokens(model, params, ids, **options)
+    return [continuation(tokenizer, prompt, new) for prompt, new in zip(ids, found, strict=True)]
+
+
+def continuation(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
+    """The text of new tokens behind a prompt's: some tokenizers write the first token of a text without its space."""
+    return tokenizer.decode([*prompt, *new])[len(tokenizer.decode(list(prompt))) :]
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
@@ -131,17 +138,13 @@ def load_run(path: str, *, device: torch.device, dtype: torch.dtype | None = Non
     sh = Sharding(precision=Precision(params=saved))
     params = checkpoint.load_part(folder, "params", abstract(model.spec(), sh=sh), device=device)
     if dtype is not None and dtype != saved:
-        from fmegatron.tree import tree_map
-
-        params = tree_map(lambda t: t.to(dtype), params)
+        params = tree.tree_map(lambda t: t.to(dtype), params)
     run_folder = folder.parent.parent
     return model, params, load_tokenizer(run_folder / meta["tokenizer"]), folder
 
 
 def config_of(fields: dict[str, Any]) -> LlamaConfig:
     """The sizes that a checkpoint's metadata tells."""
-    from fmegatron.primitives import Llama3Scaling
-
     scaling = fields.get("rope_scaling")
     return LlamaConfig(**{**fields, "rope_scaling": None if scaling is None else Llama3Scaling(**scaling)})
 
@@ -150,12 +153,10 @@ def run(config: GenerateConfig) -> int:
     """`fmegatron generate`."""
     from fmegatron.launch import init_distributed
 
-    device = init_distributed(config.device)
     _check([[0]], config.tokens, config.temperature, config.top_k, config.top_p)
+    device = init_distributed(config.device)
     dtype = None if config.dtype is None else dtype_of(config.dtype)
     model, params, tokenizer, _ = load_run(config.checkpoint, device=device, dtype=dtype)
-    sh = Sharding(precision=Precision(params=next(t.dtype for t in _tensors(params))))
-    model = dataclasses.replace(model)
     prompts = [prompt_ids(tokenizer, p) for p in config.prompt]
     options: dict[str, Any] = {
         "tokens": config.tokens,
@@ -164,45 +165,53 @@ def run(config: GenerateConfig) -> int:
         "top_p": config.top_p,
         "seed": config.seed,
         "eod": tokenizer.eod,
-        "sh": sh,
+        "sh": Sharding(precision=Precision(params=next(t.dtype for t in _tensors(params)))),
     }
     if config.stream and len(prompts) == 1:
-        printer = _Printer(tokenizer)
         print(config.prompt[0], end="", flush=True)
+        printer = Printer(tokenizer, prompts[0])
         generate_tokens(model, params, prompts, on_token=printer, **options)
         printer.finish()
         return 0
-    for prompt, new in zip(config.prompt, generate_tokens(model, params, prompts, **options), strict=True):
+    found = generate_tokens(model, params, prompts, **options)
+    for text, prompt, new in zip(config.prompt, prompts, found, strict=True):
         if len(prompts) > 1:
             print("-" * 20)
-        print(prompt + tokenizer.decode(new))
+        print(text + continuation(tokenizer, prompt, new))
     return 0
 
 
-class _Printer:
-    """Prints text as its tokens come, holding back bytes that do not make a character yet."""
+class Printer:
+    """Prints a text as its tokens come, holding back bytes that do not make a character yet.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.ids, self.shown = tokenizer, [], 0
-        self.ids: list[int] = []
+    Only the tokens since the last but one print are decoded, so that a long text costs no more a token than a short one.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self.tokenizer, self.ids = tokenizer, list(prompt)
+        self.context, self.shown = 0, len(prompt)  # decoding begins at the first; the text before the second is printed
 
     def __call__(self, new: list[int | None]) -> None:
-        if new[0] is None:
-            return
-        self.ids.append(new[0])
-        text = self.tokenizer.decode(self.ids)
-        if not text.endswith("\ufffd"):
-            print(text[self.shown :], end="", flush=True)
-            self.shown = len(text)
+        if new[0] is not None:
+            self.ids.append(new[0])
+            self._print(self._unseen())
 
     def finish(self) -> None:
-        print(self.tokenizer.decode(self.ids)[self.shown :])
+        self._print(self._unseen(), end=True)
+        print()
+
+    def _unseen(self) -> str:
+        before = self.tokenizer.decode(self.ids[self.context : self.shown])
+        return self.tokenizer.decode(self.ids[self.context :])[len(before) :]
+
+    def _print(self, text: str, *, end: bool = False) -> None:
+        if text and (end or not text.endswith("\ufffd")):
+            print(text, end="", flush=True)
+            self.context, self.shown = self.shown, len(self.ids)
 
 
 def _tensors(params: Any) -> list[Tensor]:
-    from fmegatron.tree import tensors
-
-    return tensors(params)[0]
+    return tree.tensors(params)[0]
 
 
 def _check(prompts: Sequence[Sequence[int]], tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:

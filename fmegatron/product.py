@@ -8,6 +8,7 @@ import torch
 from torch.autograd import Function
 
 from fmegatron.function import apply_function
+from fmegatron.simulation import each_rank
 from fmegatron.tape import Tape
 
 
@@ -38,7 +39,7 @@ class Dot(Function):
 
     @staticmethod
     def forward(x: torch.Tensor, w: torch.Tensor, saved: torch.Tensor | None, equation: str) -> torch.Tensor:
-        return torch.einsum(equation, x, w) if saved is None else saved.view_as(saved)
+        return einsum(equation, x, w) if saved is None else saved.view_as(saved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -58,13 +59,20 @@ class Dot(Function):
 def input_gradient(g: torch.Tensor, w: torch.Tensor, equation: str) -> torch.Tensor:
     """The gradient by x, given the output's."""
     a, b, o = operands(equation)
-    return torch.einsum(f"{o},{b}->{a}", g, w)
+    return einsum(f"{o},{b}->{a}", g, w)
 
 
 def weight_gradient(x: torch.Tensor, g: torch.Tensor, equation: str) -> torch.Tensor:
     """The gradient by w, given the output's."""
     a, b, o = operands(equation)
-    return torch.einsum(f"{a},{o}->{b}", x, g)
+    return einsum(f"{a},{o}->{b}", x, g)
+
+
+def einsum(equation: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """torch.einsum of two tensors, simulated ones rank by rank."""
+    if torch.compiler.is_compiling():
+        return torch.einsum(equation, x, y)
+    return each_rank(lambda x, y: torch.einsum(equation, x, y), x, y)
 
 
 def operands(equation: str) -> list[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,7 +68,9 @@ class Sharding:
 
     def with_tape(self, tape: Any) -> Sharding:
         """The same sharding with the tape of one run of a block."""
-        return replace(self, tape=tape)
+        other = object.__new__(Sharding)  # without the checks of a new one: this happens for every block
+        other.__dict__.update(self.__dict__, tape=tape)
+        return other
 
     # ------------------------------------------------------------------------------------------------------- equations
 

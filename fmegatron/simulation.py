@@ -11,7 +11,7 @@ a value or a local size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -74,3 +74,17 @@ def lift(x: torch.Tensor, world: int) -> torch.Tensor:
 def per_rank(x: torch.Tensor) -> list[torch.Tensor]:
     """The values of a simulated tensor, by rank; a plain tensor counts as one rank."""
     return [x._local_tensors[r] for r in sorted(x._local_tensors)] if is_local(x) else [x]  # type: ignore[attr-defined]
+
+
+def each_rank(f: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
+    """f(*args) rank by rank where an argument is simulated: much faster than through the dispatcher for an f of many operations.
+
+    Without a graph: for use inside a Function, where gradients are not recorded.
+    """
+    if torch.is_grad_enabled() or not any(is_local(x) for x in args):
+        return f(*args)
+    from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
+
+    ranks = next(sorted(x._local_tensors) for x in args if is_local(x))  # type: ignore[attr-defined]
+    with maybe_disable_local_tensor_mode():
+        return LocalTensor({r: f(*(x._local_tensors[r] if is_local(x) else x for x in args)) for r in ranks})  # type: ignore[attr-defined]

@@ -1,363 +1,325 @@
-"""`fmegatron train`: from text and settings to a trained model. Each step of it is a function that a program can call itself."""
+"""`fmegatron train`: from text and settings to a trained model.
+
+`run` joins the ranks, prepares the data, makes or loads the state (job.py has the parts), and hands all of it to a `Loop`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import math
+import datetime
+import hashlib
 import os
+import shlex
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from fmegatron import checkpoint, random, schedules
-from fmegatron.config import TrainConfig, nearest_name, save_config
-from fmegatron.data import TokenDataset, bits_per_byte, check_tokens, check_vocab, eval_batches, load_tokenizer, prepare, unigram_entropy
+from fmegatron import checkpoint, job, preflight, tree
+from fmegatron.config import SETTINGS, TrainConfig, load_config, save_config
+from fmegatron.data import (
+    TokenDataset,
+    Tokenizer,
+    bits_per_byte,
+    load_tokenizer,
+    prepare,
+    prepared,
+    unigram_entropy,
+)
 from fmegatron.data.prepare import Prepared
+from fmegatron.debug import explain_step
 from fmegatron.errors import UserError
-from fmegatron.generate import generate
+from fmegatron.generate import config_of, generate_tokens, prompt_ids
 from fmegatron.launch import close_distributed, init_distributed
-from fmegatron.mesh import Mesh, make_mesh, parse_axes
-from fmegatron.models.llama import LLAMA, Llama, LlamaConfig
-from fmegatron.optim import Optimizer, adamw, chain, clip_by_global_norm, decay_mask, with_master
-from fmegatron.parallel.legality import check_layout
-from fmegatron.precision import Precision, dtype_name, dtype_of
-from fmegatron.remat import names, nothing
+from fmegatron.models.llama import LlamaConfig
+from fmegatron.precision import dtype_name
 from fmegatron.report import Reporter, measure_matmul_flops
-from fmegatron.rules import standard_rules
 from fmegatron.sharding import Sharding
-from fmegatron.spec import abstract, count, init, local_bytes
-from fmegatron.spec import describe as describe_spec
-from fmegatron.split import everything
-from fmegatron.step import NonFiniteError, TrainState, evaluate, train_step
+from fmegatron.signals import StopSignals, stop_signals
+from fmegatron.spec import count, local_bytes
+from fmegatron.step import NonFiniteError, TrainState, evaluate
 
-POLICIES: dict[str, Callable[[str], bool]] = {"everything": everything, "attention": names("attention"), "nothing": nothing}
-SAMPLE_PROMPT = "def "
+T = TypeVar("T")
+SAMPLE_PROMPT = "def "  # for the built-in corpus
+SAMPLE_TOKENS = 80
+SAMPLE_BYTES = 1 << 31  # parameters up to this size are brought together on the first rank for a sample
+PATIENCE = datetime.timedelta(days=7)  # how long ranks wait for the first one to prepare the data
 
 
-def run(config: TrainConfig) -> int:
-    """Train as the settings say; the exit code. Raises UserError for bad input, before anything is written."""
-    start = time.monotonic()
-    model_config(config, None)  # settings first: nothing starts for a misspelt preset
+def run(config: TrainConfig, *, start: float | None = None) -> int:
+    """Train as the settings say; the exit code. Every rank calls it.
+
+    start: time.monotonic() from which times are counted.
+    Raises UserError for bad input, with nothing written.
+    """
+    start = time.monotonic() if start is None else start
+    preflight.check_train(config)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    mesh_axes(config, world)
-    check_out(config)
+    job.make_setup(config, torch.device("cpu"), world, check_only=True)  # before ranks are joined: at once
     device = init_distributed(config.device)
     try:
-        return _run(config, device, start)
+        return run_here(config, device, start)
     finally:
         close_distributed()
 
 
-def _run(config: TrainConfig, device: torch.device, start: float) -> int:
+def run_here(config: TrainConfig, device: torch.device, start: float) -> int:
+    """`run` on the ranks of a process group that exists already, or on one process."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     out = Path(config.out)
-    resumed = checkpoint.latest(out) if config.resume else None
-    setup = make_setup(config, device, world)
+    setup = job.make_setup(config, device, world)
     with nothing_left_behind(out, rank):
-        data = prepare_data(config, rank)
-        model_cfg = model_config(config, data.vocab_size)
+        begun = newest_checkpoint(config)
+        saved_sizes = None if begun is None else check_same_model(config, begun)
+        data = on_first_rank(lambda: prepare_data(config, begun))
+        sizes = job.model_config(config, data.vocab_size) if saved_sizes is None else saved_sizes
         tokenizer = load_tokenizer(data.tokenizer_path)
-        check_vocab(tokenizer, model_cfg.vocab)
-        train, valid = open_data(config, data, model_cfg.vocab)
-        run_ = make_run(config, model_cfg, setup)
-        if resumed is None:
-            state = initial_state(config, run_)
+        train, valid = open_data(config, data)
+        run_ = job.make_run(config, sizes, setup)
+        if begun is None:
+            state = job.initial_state(config, run_)
         else:
-            state = checkpoint.load(resumed, abstract_state(config, run_), device=device)
-        if state.step >= config.steps and resumed is not None:
-            raise UserError(f"--steps {config.steps}: {resumed} has made {state.step} steps already; raise --steps to go on")
+            state = checkpoint.load(begun.path, job.abstract_state(config, run_), device=device)
     peak = measure_matmul_flops(device, setup.precision.compute_dtype)
     if rank == 0:
-        save_config(config, out / "config.toml")
-    with Reporter(
-        out,
-        steps=config.steps,
-        first_step=state.step + 1,
-        rank=rank,
-        tensorboard=config.log.tensorboard,
-        seconds=config.log.seconds,
-        flops_per_token=run_.model.flops_per_token(config.batch.seq_len),
-        peak_flops=peak * world,
-    ) as report:
-        _introduce(report, config, data, run_, state, train, peak, world, resumed)
-        loop = Loop(config, run_, report, train, valid, data, start)
-        with stop_signals() as stop:
-            try:
-                state = loop.train(state, stop)
-            except NonFiniteError as error:
-                report.end_progress()
-                report.print(f"stopped: {error}")
-                if config.debug:
-                    report.print(explain_non_finite(run_, state_before(config, run_, out), train, config))
-                return 1
+        out.mkdir(parents=True, exist_ok=True)
+        save_config(dataclasses.replace(config, resume=False), out / SETTINGS)
+    with (
+        Reporter(
+            out,
+            steps=config.steps,
+            first_step=state.step + 1,
+            rank=rank,
+            tensorboard=config.log.tensorboard,
+            seconds=config.log.seconds,
+            flops_per_token=run_.model.flops_per_token(config.batch.seq_len),
+            peak_flops=peak * world,
+        ) as report,
+        stop_signals() as stop,
+    ):
+        loop = Loop(config, run_, report, stop, train, valid, data, tokenizer, start)
+        loop.introduce(state, peak, world, begun)
+        try:
+            state = loop.train(state)
+        except NonFiniteError as error:
+            loop.tell_non_finite(error)
+            return 1
         report.end_progress()
-        if stop.asked and state.step < config.steps:
-            report.print(f"stopped by {stop.asked} after step {state.step}; go on with: fmegatron train --out {config.out} --resume")
+        if state.step == config.steps and loop.finish(state):
             return 0
-        loop.finish(state, tokenizer)
+        if state.step == config.steps:
+            report.print(f"stopped by {stop.asked} in the last evaluation; all steps are made and saved in {loop.saved}")
+        else:
+            again = f"fmegatron train --out {shlex.quote(config.out)} --resume"
+            report.print(f"stopped by {stop.asked} after step {state.step}; go on with: {again}")
     return 0
 
 
-# ------------------------------------------------------------------------------------------------------------- the parts
+# ------------------------------------------------------------------------------------------------------- before the steps
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Where and how a run computes."""
+def newest_checkpoint(config: TrainConfig) -> checkpoint.Info | None:
+    """With --resume the checkpoint to go on from; None where a run has to begin at its first step.
 
-    sh: Sharding
-    mesh: Mesh
-    device: torch.device
-    precision: Precision
-
-
-@dataclass(frozen=True)
-class Run:
-    """The functions of a run."""
-
-    setup: Setup
-    model: Llama
-    spec: Any
-    optimizer: Optimizer
-    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
-
-    @property
-    def sh(self) -> Sharding:
-        return self.setup.sh
-
-
-def mesh_axes(config: TrainConfig, world: int) -> str:
-    """The mesh of a run as text. Raises UserError when it does not multiply to the number of ranks."""
-    axes = config.mesh or f"dp={world}"
-    total = math.prod(parse_axes(axes, argument="--mesh").values())
-    if total != world:
+    Raises UserError when all checkpoints are damaged, or the newest has all steps behind it.
+    """
+    if not config.resume:
+        return None
+    if not any(Path(config.out, "checkpoints").glob("step_*")):
+        return None  # it was killed before its first checkpoint
+    found = checkpoint.info(config.out)
+    if found.step >= config.steps:
         raise UserError(
-            f"--mesh {axes} has {total} ranks, but this run has {world}: add --nproc {total} (or torchrun --nproc-per-node {total}), "
-            "or change the mesh"
+            f"--steps {config.steps}: {found.path} has made {found.step} steps already; raise --steps to go on"
         )
-    return axes
+    return found
 
 
-def make_setup(config: TrainConfig, device: torch.device, world: int, *, abstract_mesh: bool = False) -> Setup:
-    """Mesh, rules and precision of a run. Raises UserError for a layout that the model or the batch does not allow."""
-    sizes = model_config(config, None)
-    axes = mesh_axes(config, world)
-    mesh = make_mesh(axes, kv_heads=sizes.kv_heads, device=device.type, world=world, abstract=abstract_mesh)
-    check_layout(
-        mesh,
-        heads=sizes.heads,
-        batch_size=config.batch.size,
-        seq_len=config.batch.seq_len,
-        microbatches=config.batch.microbatches,
-        sequence_parallel=config.sp,
+def check_same_model(config: TrainConfig, begun: checkpoint.Info) -> LlamaConfig:
+    """The sizes of the run's model. Raises UserError when the settings ask for others than the checkpoint holds."""
+    saved = config_of(begun.meta["model"])
+    wanted = job.model_config(config, saved.vocab)
+    wanted = dataclasses.replace(wanted, max_seq=saved.max_seq, init_std=saved.init_std)
+    fields = [f.name for f in dataclasses.fields(saved) if f.name != "dropout"]
+    differ = [f"{n} {getattr(saved, n)} (now {getattr(wanted, n)})" for n in fields if getattr(saved, n) != getattr(wanted, n)]
+    if differ:
+        raise UserError(
+            f"--resume: {begun.path} is of another model, with {', '.join(differ)}: leave --model and --model-overrides out, "
+            "or name another --out"
+        )
+    dtype = begun.tensors["params.embed"][1]
+    if dtype != config.precision.params:
+        raise UserError(
+            f"--precision.params {config.precision.params}: {begun.path} holds {dtype}; leave it out or name another --out"
+        )
+    return wanted
+
+
+def prepare_data(config: TrainConfig, begun: checkpoint.Info | None) -> Prepared:
+    """The token files of a run, made from its text or left from before.
+
+    A run that goes on keeps its tokenizer, and its token files too unless other data are named now: the text that they
+    were made from need not be there any more. Raises UserError for bad data, or another tokenizer than the checkpoint's.
+    """
+    folder = Path(config.out) / "data"
+    tokenizer: str | Path | None = config.tokenizer
+    if begun is not None:
+        found = prepared(folder)
+        if found is not None and _same_data(config):
+            _check_tokenizer(found.tokenizer_path, begun)
+            return found
+        if (folder / "tokenizer").is_dir() and (tokenizer is None or _same_data(config)):
+            tokenizer = folder / "tokenizer"
+        if tokenizer is not None:
+            _check_tokenizer(tokenizer, begun)
+    result = prepare(
+        config.data,
+        folder,
+        tokenizer=tokenizer,
+        vocab_size=config.tokenizer_vocab,
+        text_key=config.text_key,
+        valid_fraction=config.eval.fraction,
+        workers=max(1, (os.cpu_count() or 1) // 2),
     )
-    p = config.precision
-    compute = p.compute or ("bfloat16" if device.type == "cuda" else None)
-    precision = Precision(*(None if d is None else dtype_of(d) for d in (p.params, compute, p.reduce, p.master)))  # type: ignore[arg-type]
-    rules = standard_rules(mesh, sequence_parallel=config.sp, store=config.store)
-    return Setup(Sharding(mesh, rules, precision=precision), mesh, device, precision)
+    if begun is not None:
+        _check_tokenizer(result.tokenizer_path, begun)
+    return result
 
 
-def model_config(config: TrainConfig, tokenizer_vocab: int | None) -> LlamaConfig:
-    """The sizes of the model: the preset's, then the overrides. The tiny preset takes the tokenizer's vocabulary."""
-    if config.model not in LLAMA:
+def _same_data(config: TrainConfig) -> bool:
+    """Do the settings name the data and the tokenizer that the run in `out` began with?"""
+    path = Path(config.out) / SETTINGS
+    if not path.exists():
+        return True
+
+    def of(c: TrainConfig) -> tuple:
+        return c.data, c.tokenizer, c.tokenizer_vocab, c.text_key, c.eval.fraction
+
+    return of(load_config(TrainConfig, path)) == of(config)
+
+
+def _check_tokenizer(path: str | Path, begun: checkpoint.Info) -> None:
+    if fingerprint(load_tokenizer(path)) != begun.meta["tokenizer_fingerprint"]:
         raise UserError(
-            f"--model {config.model!r} is no preset; did you mean {nearest_name(config.model, list(LLAMA))!r}? Presets: {', '.join(LLAMA)}"
+            f"--tokenizer {path} is not the one that {begun.path} was trained with: leave --tokenizer out, "
+            "or start a new run in another --out"
         )
-    given = {f.name: getattr(config.model_overrides, f.name) for f in dataclasses.fields(config.model_overrides)}
-    given["rope_base"] = given.pop("rope_theta")
-    given = {k: v for k, v in given.items() if v is not None}
-    preset = LLAMA[config.model]
-    if {"embed", "heads"} & given.keys():
-        given.setdefault("head", None)
-    if "heads" in given:
-        given.setdefault("kv_heads", math.gcd(given["heads"], preset.kv_heads or 1))
-    if config.model == "tiny" and tokenizer_vocab is not None and "vocab" not in given:
-        given["vocab"] = -(-tokenizer_vocab // 64) * 64
-    given.setdefault("max_seq", max(preset.max_seq, config.batch.seq_len))
-    return dataclasses.replace(preset, dropout=config.dropout, **given)
 
 
-def check_out(config: TrainConfig) -> None:
-    """Raises UserError when the run's folder holds a run already (without --resume), none (with it), or cannot be written."""
-    out = Path(config.out)
-    has_run = (out / "config.toml").exists()
-    if config.resume and checkpoint.latest(out) is None:
-        raise UserError(f"--resume: there is no checkpoint in --out {config.out}; leave --resume out to start a run there")
-    if has_run and not config.resume:
-        raise UserError(f"--out {config.out} holds a run already: add --resume to go on with it, or name another folder")
-    existing = next(p for p in (out, *out.absolute().parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--out {config.out}: {existing} is not a folder that can be written; name another folder")
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """A hash of all that makes text into ids."""
+    return hashlib.blake2b(tokenizer.backend.to_str().encode(), digest_size=16).hexdigest()
+
+
+def open_data(config: TrainConfig, data: Prepared) -> tuple[TokenDataset, TokenDataset]:
+    """(training data in their order, held-out data in sequence). Raises UserError for sequences longer than the data."""
+    length, name = config.batch.seq_len, config.data or "the standard library"
+    if data.train.tokens <= length:
+        fix = f"use at most {data.train.tokens - 1}, or give more text" if data.train.tokens > 1 else "give more text"
+        raise UserError(
+            f"--batch.seq-len {length} needs {length + 1} tokens, but the training part of {name} has {data.train.tokens}: {fix}"
+        )
+    train = TokenDataset(data.train_prefix, seq_len=length, seed=config.seed, split=data.train_split, eod=data.eod)
+    valid = TokenDataset(data.valid_prefix, seq_len=length, split=data.valid_split, order="sequential", eod=data.eod)
+    return train, valid
+
+
+def on_first_rank(f: Callable[[], T]) -> T:
+    """f() on the first rank, its result on all. The others wait as long as it takes; a UserError is raised on all."""
+    if not dist.is_initialized():
+        return f()
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = f()
+        except UserError as error:
+            box[1] = str(error)
+    dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
+    dist.destroy_process_group(group)
+    if box[1] is not None:
+        raise UserError(box[1])
+    return box[0]
 
 
 @contextmanager
 def nothing_left_behind(out: Path, rank: int) -> Iterator[None]:
     """When the body ends in a UserError, the first rank takes away what it wrote: a refused run leaves the disk as it was."""
-    made = out / "data" if out.exists() else out
-    new = not made.exists()
+    missing = [p for p in (out / "data", out, *out.parents) if not p.exists()]  # the innermost first
     try:
         yield
     except UserError:
-        if new and rank == 0:
-            shutil.rmtree(made, ignore_errors=True)
+        if rank == 0 and missing:
+            shutil.rmtree(out / "data", ignore_errors=True)
+            for folder in missing[1:]:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
         raise
 
 
-def prepare_data(config: TrainConfig, rank: int) -> Prepared:
-    """Token files of the run, made by the first rank; the others wait for it."""
-
-    def make() -> Prepared:
-        return prepare(
-            config.data,
-            Path(config.out) / "data",
-            tokenizer=config.tokenizer,
-            vocab_size=config.tokenizer_vocab,
-            text_key=config.text_key,
-            valid_fraction=config.eval.fraction,
-            workers=max(1, (os.cpu_count() or 1) // 2),
-        )
-
-    if not dist.is_initialized():
-        return make()
-    box: list[Any] = [make() if rank == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def open_data(config: TrainConfig, data: Prepared, vocab: int) -> tuple[TokenDataset, TokenDataset]:
-    """(training data in its order, held-out data in sequence). Raises UserError for sequences longer than the data, or a token
-    that the model has no row for."""
-    train = TokenDataset(data.train_prefix, seq_len=config.batch.seq_len, seed=config.seed, split=data.train_split, eod=data.eod)
-    valid = TokenDataset(data.valid_prefix, seq_len=config.batch.seq_len, split=data.valid_split, order="sequential", eod=data.eod)
-    for part in (train, valid) if data.train_prefix != data.valid_prefix else (train,):
-        check_tokens(part.data, vocab)
-    return train, valid
-
-
-def make_optimizer(config: TrainConfig, spec: Any, precision: Precision) -> Optimizer:
-    """Clipping and AdamW with the schedule of the settings."""
-    o, steps = config.optim, config.steps
-    warmup = min(o.warmup, max(steps - 1, 0))
-    rates: dict[str, Callable[[], Any]] = {
-        "constant": lambda: schedules.constant(o.lr, warmup=warmup),
-        "linear": lambda: schedules.linear(o.lr, total=steps, warmup=warmup, end=o.min_lr),
-        "cosine": lambda: schedules.cosine(o.lr, total=steps, warmup=warmup, end=o.min_lr),
-        "wsd": lambda: schedules.wsd(
-            o.lr, total=steps, warmup=warmup, decay=min(o.decay or max(1, steps // 5), steps - warmup), end=o.min_lr
-        ),
-    }
-    rate = rates[o.schedule]()
-    update = adamw(rate, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, mask=decay_mask(spec))
-    pieces = ([clip_by_global_norm(o.clip)] if o.clip else []) + [update]
-    optimizer = chain(*pieces)
-    if precision.master is not None and precision.master != precision.params:
-        optimizer = with_master(optimizer, precision.master)
-    return dataclasses.replace(optimizer, rate=rate)
-
-
-def make_run(config: TrainConfig, sizes: LlamaConfig, setup: Setup) -> Run:
-    """Model, optimizer and step."""
-    model = Llama(sizes, save=POLICIES[config.remat], compile=config.compile)
-    spec = model.spec()
-    setup.sh.check_spec(spec)
-    optimizer = make_optimizer(config, spec, setup.precision)
-    step = train_step(
-        model.loss,
-        optimizer,
-        weights=model.weights,
-        sh=setup.sh,
-        microbatches=config.batch.microbatches,
-        donate=True,
-    )
-    return Run(setup, model, spec, optimizer, step)
-
-
-def initial_state(config: TrainConfig, run_: Run) -> TrainState:
-    """The state of a new run; every rank makes its own shards alone."""
-    root = random.key(config.seed)
-    params = init(run_.spec, random.fold_in(root, "init"), sh=run_.sh, device=run_.setup.device)
-    return TrainState(0, params, run_.optimizer.init(params), random.fold_in(root, "train"))
-
-
-def abstract_state(config: TrainConfig, run_: Run) -> TrainState:
-    """The shapes, dtypes and placements of a state, for `checkpoint.load`; it holds no memory."""
-    params = abstract(run_.spec, sh=run_.sh)
-    return TrainState(0, params, run_.optimizer.init(params), random.key(0))
-
-
-class Batches:
-    """The part of each global batch that this rank holds."""
-
-    def __init__(self, config: TrainConfig, setup: Setup) -> None:
-        sh = setup.sh
-        self.size, self.device = config.batch.size, setup.device
-        self.rows = sh.index("batch", config.batch.size, device="cpu")
-        self.columns = sh.index("seq", config.batch.seq_len, device="cpu") if sh.axes("seq") else None
-
-    def train(self, data: TokenDataset, step: int) -> dict[str, torch.Tensor]:
-        """A pure function of (data, seed, step)."""
-        return self._placed(data.batch(step, batch_size=self.size, rows=self.rows, columns=self.columns))
-
-    def held_out(self, data: TokenDataset, limit: int | None) -> Iterator[dict[str, torch.Tensor]]:
-        for batch in eval_batches(data, self.size, rows=self.rows, columns=self.columns, limit=limit):
-            yield self._placed(batch)
-
-    def _placed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: x.to(self.device, non_blocking=True) for name, x in batch.items()}
+# --------------------------------------------------------------------------------------------------------------- the loop
 
 
 class Loop:
-    """The loop of a run and what it leaves: checkpoints, evaluations, the last words."""
+    """The steps of a run and what they leave: checkpoints, evaluations, the first and the last words."""
 
     def __init__(
         self,
         config: TrainConfig,
-        run_: Run,
+        run: job.Run,
         report: Reporter,
+        stop: StopSignals,
         train: TokenDataset,
         valid: TokenDataset,
         data: Prepared,
+        tokenizer: Tokenizer,
         start: float,
     ) -> None:
-        self.config, self.run, self.report, self.data, self.start = config, run_, report, data, start
-        self.train_data, self.valid_data = train, valid
-        self.batches = Batches(config, run_.setup)
-        self.evaluate = evaluate(run_.model.loss, weights=run_.model.weights, sh=run_.sh)
+        self.config, self.run, self.report, self.stop, self.start = config, run, report, stop, start
+        self.train_data, self.valid_data, self.data, self.tokenizer = train, valid, data, tokenizer
+        self.batches = job.Batches(config, run.setup)
+        self.evaluate = evaluate(run.model.loss, weights=run.model.weights, sh=run.sh)
         self.out = Path(config.out)
         self.saved: Path | None = None
+        self.state: TrainState | None = None  # before the step under way
 
-    def train(self, state: TrainState, stop: StopSignals) -> TrainState:
-        """Steps until the last, or until a signal asks to stop; a checkpoint is saved at the end of either."""
-        config, report, first = self.config, self.report, state.step
-        if state.step == 0 and config.steps == 0:
-            self.save(state)
-        while state.step < config.steps:
-            began = time.perf_counter()
-            batch = self.batches.train(self.train_data, state.step)
-            state, metrics = self.run.step(state, batch)
-            if self.run.setup.device.type == "cuda":
-                torch.cuda.synchronize()
-            shown = {k: v for k, v in metrics.items() if k not in ("loss", "tokens", "stats")}
-            report.step(state.step, loss=metrics["loss"], tokens=metrics["tokens"], ms=(time.perf_counter() - began) * 1e3, **shown)
+    def train(self, state: TrainState) -> TrainState:
+        """Steps until the last, or until a signal asks for an end; a checkpoint is saved at the end of either."""
+        config, first = self.config, state.step
+        stopping = self.stop.agreed()
+        while state.step < config.steps and not stopping:
+            self.state = state
+            state = self.step(state)
             if state.step == first + 1:
-                report.print(f"first step after {time.monotonic() - self.start:.1f} s")
-            last = state.step == config.steps
-            stopping = stop.agreed()
-            if config.eval.every and state.step % config.eval.every == 0 and not last and not stopping:
-                report.evaluation(state.step, val_loss=self.held_out_loss(state, config.eval.batches))
-            if last or stopping or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
+                self.report.print(f"first step after {time.monotonic() - self.start:.1f} s")
+            last, stopping = state.step == config.steps, self.stop.agreed()
+            if last or stopping:
                 self.save(state)
-            if stopping:
-                break
+            if _due(state.step, config.eval.every) and not last:
+                loss, _ = self.held_out(state, config.eval.batches)
+                self.report.evaluation(state.step, val_loss=loss)
+            if _due(state.step, config.checkpoint.every) and not (last or stopping):
+                self.save(state)  # after the evaluation, which a kill in between would leave out for good
+        return state
+
+    def step(self, state: TrainState) -> TrainState:
+        """One step and its row."""
+        began = time.perf_counter()
+        batch = self.batches.train(self.train_data, state.step)
+        state, metrics = self.run.step(state, batch)
+        if self.run.setup.device.type == "cuda":
+            torch.cuda.synchronize()
+        ms = (time.perf_counter() - began) * 1e3
+        loss, tokens = metrics.pop("loss"), metrics.pop("tokens")
+        metrics.pop("stats")
+        self.report.step(state.step, loss=loss, tokens=tokens, ms=ms, **metrics)
         return state
 
     def save(self, state: TrainState) -> None:
@@ -365,145 +327,125 @@ class Loop:
             "model": dataclasses.asdict(self.run.model.config),
             "family": "llama",
             "tokenizer": os.path.relpath(self.data.tokenizer_path, self.out),
+            "tokenizer_fingerprint": fingerprint(self.tokenizer),
             "seq_len": self.config.batch.seq_len,
         }
-        self.saved = checkpoint.save(self.out, state, step=state.step, meta=meta, keep=self.config.checkpoint.keep)
+        keep = self.config.checkpoint.keep or None
+        self.saved = checkpoint.save(self.out, state, step=state.step, meta=meta, keep=keep)
 
-    def held_out_loss(self, state: TrainState, limit: int | None) -> float:
-        """Mean loss of the held-out tokens, of all of them with limit=None: sums are added before they are divided."""
-        return self._held_out(state, limit)[0]
+    def held_out(self, state: TrainState, limit: int | None, *, until_stopped: bool = False) -> tuple[float, int]:
+        """(mean loss of the held-out tokens, their number), of all of them with limit=None.
 
-    def _held_out(self, state: TrainState, limit: int | None) -> tuple[float, int]:
+        Sums are added before they are divided. until_stopped: a signal ends it early, with (nan, 0).
+        """
         total = weight = 0.0
         for batch in self.batches.held_out(self.valid_data, limit):
+            if until_stopped and self.stop.agreed():
+                return float("nan"), 0
             found = self.evaluate(state.params, batch)["lm"]
             total, weight = total + float(found[0]), weight + float(found[1])
         return total / max(weight, 1.0), int(weight)
 
-    def finish(self, state: TrainState, tokenizer: Any) -> None:
-        """Evaluate on all held-out text, draw the curve, show a sample, and say what can be done next."""
-        report, config = self.report, self.config
-        loss, tokens = self._held_out(state, None)
-        stream, size = self.valid_data.tokens, self.data.valid.bytes
-        entropy = unigram_entropy(stream, self.run.model.config.vocab)
-        per_byte = bits_per_byte(loss, tokens, size) if size else None
+    def introduce(self, state: TrainState, peak: float, world: int, begun: checkpoint.Info | None) -> None:
+        """What is trained, on what, and where."""
+        say, config, data, setup = self.report.print, self.config, self.data, self.run.setup
+        say(f"data                  {config.data or 'the sources of the Python standard library'}")
+        for name, part in (("training", data.train), ("held out", data.valid)):
+            size = f", {part.bytes:,} bytes" if part.bytes else ""
+            say(f"  {name}            {part.documents:,} documents, {part.tokens:,} tokens{size}")
+        epochs = config.steps * config.batch.size / len(self.train_data)
+        read = f"{config.steps} steps read the training text {epochs:.2f} times"
+        say(f"  vocabulary          {data.vocab_size:,} tokens; {read}")
+        say(f"model                 {config.model}, {count(self.run.spec):,} parameters")
+        held = [f"{local_bytes(part) / 2**20:.1f} MiB" for part in (state.params, state.opt)]
+        say(f"  held by each rank   {held[0]} of parameters, {held[1]} of optimizer state")
+        p = setup.precision
+        where = f"{setup.device.type}, mesh {job.mesh_axes(config, world)}"
+        say(f"machine               {where}, parameters {dtype_name(p.params)}, products {dtype_name(p.compute_dtype)}")
+        say(f"  matrix product      {peak / 1e9:,.0f} GFLOP/s measured on each rank: what MFU refers to")
+        going_on = f", going on from {begun.path.name}" if begun else ", from the first step" if config.resume else ""
+        say(f"out                   {config.out}{going_on}")
+
+    def finish(self, state: TrainState) -> bool:
+        """Evaluate on all held-out text, draw the curve, show a sample, and say what can be done next. False: stopped."""
+        report, config, data = self.report, self.config, self.data
+        loss, tokens = self.held_out(state, None, until_stopped=True)
+        if self.stop.agreed():
+            return False
+        entropy = unigram_entropy(self.valid_data.tokens, self.run.model.config.vocab)
+        per_byte = bits_per_byte(loss, tokens, data.valid.bytes) if data.valid.bytes else None
         report.evaluation(state.step, val_loss=loss, bits_per_byte=per_byte)
         curve = report.curve(title=f"{config.model}, {count(self.run.spec):,} parameters")
+        better = 100 * (1 - loss / entropy) if entropy else 0.0
+        compared = f"{abs(better):.1f} % {'below' if better >= 0 else 'above'} it"
         report.print("")
         report.print(f"validation loss       {loss:.4f} nats per token ({tokens:,} tokens, all held-out text)")
-        report.print(f"unigram entropy       {entropy:.4f} nats per token: the loss is {100 * (1 - loss / entropy):.1f} % below")
+        report.print(f"unigram entropy       {entropy:.4f} nats per token: the loss is {compared}")
         if per_byte is not None:
-            report.print(f"bits per byte         {per_byte:.3f} ({size:,} bytes)")
+            report.print(f"bits per byte         {per_byte:.3f} ({data.valid.bytes:,} bytes)")
         report.print(f"loss curve            {curve}")
-        sample = self.sample(state, tokenizer)
-        if sample is not None:
-            report.print("\nsample\n" + "\n".join("    " + line for line in sample.splitlines()))
+        self.show_sample(state)
+        out, prompt = shlex.quote(config.out), shlex.quote(self.prompt())
         report.print("")
         report.print(f"checkpoint            {self.saved}")
-        report.print(f"to continue           fmegatron train --out {config.out} --resume --steps {2 * config.steps}")
-        report.print(f"to generate           fmegatron generate --checkpoint {config.out} --prompt {SAMPLE_PROMPT!r}")
-        report.print(f"to export             fmegatron export --checkpoint {config.out} --to hf --out {config.out}/hf")
+        report.print(f"to continue           fmegatron train --out {out} --resume --steps {2 * config.steps}")
+        report.print(f"to generate           fmegatron generate --checkpoint {out} --prompt {prompt}")
+        report.print(f"to export             fmegatron export --checkpoint {out} --to hf --out {out}/hf")
         report.print(f"time                  {time.monotonic() - self.start:.1f} s")
+        return True
 
-    def sample(self, state: TrainState, tokenizer: Any) -> str | None:
-        """Text that the model writes; None where the parameters are divided over ranks."""
-        if self.run.setup.mesh.world > 1:
-            return None
-        texts = generate(self.run.model, state.params, tokenizer, [SAMPLE_PROMPT], tokens=80, seed=0)
-        return SAMPLE_PROMPT + texts[0]
+    def prompt(self) -> str:
+        """What the sample continues: the beginning of the held-out text, or of a Python function."""
+        if self.config.data is None:
+            return SAMPLE_PROMPT
+        text = self.tokenizer.decode(self.valid_data.tokens[:8].tolist()).strip()
+        return text.splitlines()[0] if text else "The "
 
+    def show_sample(self, state: TrainState) -> None:
+        """Text that the model writes, made on the first rank from all parameters; on several ranks those must be few."""
+        setup, spec, report = self.run.setup, self.run.spec, self.report
+        size = count(spec) * setup.precision.params.itemsize
+        if setup.mesh.world > 1 and size > SAMPLE_BYTES:
+            report.print(f"sample                none: {size / 2**30:.1f} GiB of parameters are divided over the ranks")
+            return
+        params = on_one_rank(state.params)
+        if params is None:
+            return
+        model = dataclasses.replace(self.run.model, compile=False)
+        sh = Sharding(precision=setup.precision)
+        ids = prompt_ids(self.tokenizer, self.prompt())
+        options = {"tokens": SAMPLE_TOKENS, "temperature": 0.8, "eod": self.tokenizer.eod, "sh": sh}
+        new = generate_tokens(model, params, [ids], **options)[0]  # type: ignore[arg-type]
+        text = self.tokenizer.decode(ids + new)
+        report.print("\nsample\n" + "\n".join("    " + line for line in text.splitlines()))
 
-# --------------------------------------------------------------------------------------------------------------- signals
-
-
-class StopSignals:
-    """SIGTERM and Ctrl-C ask for an end after the step under way."""
-
-    def __init__(self) -> None:
-        self.asked = ""
-
-    def take(self, number: int, frame: Any) -> None:
-        self.asked = signal.Signals(number).name
-
-    def agreed(self) -> bool:
-        """Has any rank been asked? The same answer on all ranks, so that all stop after one step."""
-        if not dist.is_initialized():
-            return bool(self.asked)
-        flag = torch.tensor([int(getattr(signal, self.asked)) if self.asked else 0])
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        if flag.item():
-            self.asked = signal.Signals(int(flag.item())).name
-        return bool(self.asked)
-
-
-@contextmanager
-def stop_signals() -> Iterator[StopSignals]:
-    """Take SIGTERM and SIGINT while the body runs."""
-    stop = StopSignals()
-    old = {number: signal.signal(number, stop.take) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-# ------------------------------------------------------------------------------------------------------------- reporting
+    def tell_non_finite(self, error: NonFiniteError) -> None:
+        """The step and the first leaf, by --debug also where it arose, and from where to go on."""
+        self.report.end_progress()
+        found = checkpoint.latest(self.out)
+        newest = f"the newest checkpoint is {found}" if found else "there is no checkpoint yet"
+        self.report.print(
+            f"stopped at step {error.step + 1}: {error.leaf} is not finite. Nothing was changed by this step, and {newest}. "
+            "Lower --optim.lr" + ("" if self.config.debug else ", or find where it arose with --debug")
+        )
+        if self.config.debug:
+            state = self.state  # the step refuses before it changes anything
+            assert state is not None
+            batch = self.batches.train(self.train_data, state.step)
+            self.report.print(f"--debug: step {error.step + 1}: {explain_step(self.run.step, state, batch)}")
 
 
-def _introduce(
-    report: Reporter,
-    config: TrainConfig,
-    data: Prepared,
-    run_: Run,
-    state: TrainState,
-    train: TokenDataset,
-    peak: float,
-    world: int,
-    resumed: Path | None,
-) -> None:
-    report.print(f"data                  {config.data or 'the sources of the Python standard library'}")
-    for name, part in (("training", data.train), ("held out", data.valid)):
-        size = f", {part.bytes:,} bytes" if part.bytes else ""
-        report.print(f"  {name}            {part.documents:,} documents, {part.tokens:,} tokens{size}")
-    epochs = config.steps * config.batch.size / len(train)
-    report.print(f"  vocabulary          {data.vocab_size:,} tokens; {config.steps} steps read the training text {epochs:.2f} times")
-    report.print(f"model                 {config.model}, {count(run_.spec):,} parameters")
-    held = local_bytes(state.params), local_bytes(state.opt)
-    report.print(f"  held by each rank   {held[0] / 2**20:.1f} MiB of parameters, {held[1] / 2**20:.1f} MiB of optimizer state")
-    p = run_.setup.precision
-    where = f"{run_.setup.device.type}, mesh {mesh_axes(config, world)}"
-    report.print(f"machine               {where}, parameters {dtype_name(p.params)}, products {dtype_name(p.compute_dtype)}")
-    report.print(f"  matrix product      {peak / 1e9:,.0f} GFLOP/s measured on each rank: what MFU refers to")
-    report.print(f"out                   {config.out}" + (f", going on from {resumed}" if resumed else ""))
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
-def describe(config: TrainConfig) -> int:
-    """Print the table of parameters with their placements on the mesh, without starting anything."""
-    world = math.prod(parse_axes(config.mesh or "dp=1", argument="--mesh").values())
-    setup = make_setup(config, torch.device("cpu"), world, abstract_mesh=True)
-    model = Llama(model_config(config, None))
-    print(model.config)
-    print(setup.mesh)
-    print(describe_spec(model.spec(), sh=setup.sh))
-    return 0
+def on_one_rank(params: Any) -> Any:
+    """The parameters as plain tensors on the first rank, gathered leaf by leaf; None on the others. Collective."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
 
+    def whole(leaf: Any) -> Any:
+        full = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        return full if first else None
 
-def state_before(config: TrainConfig, run_: Run, out: Path) -> TrainState:
-    """The newest saved state, or the initial one."""
-    found = checkpoint.latest(out)
-    return checkpoint.load(found, abstract_state(config, run_)) if found else initial_state(config, run_)
-
-
-def explain_non_finite(run_: Run, state: TrainState, train: TokenDataset, config: TrainConfig) -> str:
-    """Step again from a saved state until a value is not finite, and name the operation that made the first one."""
-    from fmegatron.debug import find_non_finite
-
-    batches = Batches(config, run_.setup)
-    while state.step < config.steps:
-        batch = batches.train(train, state.step)
-        found = find_non_finite(lambda state=state, batch=batch: run_.step(state, batch))  # type: ignore[misc]
-        if isinstance(found, str):
-            return f"--debug: step {state.step}: {found}"
-        state = found[0]
-    return "--debug: the steps made again had only finite values"
+    gathered = tree.tree_map(whole, params)
+    return gathered if first else None

@@ -169,6 +169,16 @@ def fail_on_one(folder: str) -> str:
     return ""
 
 
+def misfit_on_one(folder: str) -> str:
+    """What a rank sees when the checkpoint does not fit what another asks for."""
+    checkpoint.save(folder, {"w": torch.ones(2)}, step=1)
+    try:
+        checkpoint.load(folder, {"w": torch.empty(3 if dist.get_rank() == 1 else 2)})
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
 def stages(folder: str) -> tuple[list[str], int]:
     """Each rank holds a layer of its own, as in a pipeline: (names that differ, problems when it asks for less)."""
     rank = dist.get_rank()
@@ -199,6 +209,7 @@ class Ranks:
             here, there = context.Pipe()
             worker = context.Process(target=_work, args=(rank, there), daemon=True)
             worker.start()
+            there.close()  # so that a dead worker is an EOFError here
             self.pipes.append(here)
             self.workers.append(worker)
 
@@ -227,6 +238,9 @@ def _work(rank: int, pipe: Any) -> None:
             world, store, function, args = pipe.recv()
         except EOFError:
             return
+        except Exception:  # the module of the function cannot be imported
+            pipe.send((True, traceback.format_exc()))
+            continue
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
         try:
             pipe.send((False, function(*args)))

@@ -45,7 +45,7 @@ def example() -> State:
         "embed": shared,
         "head": shared,  # tied: one storage, two names
         "layers": {i: {"q": torch.randn(3, 4, generator=generator).bfloat16()} for i in (0, 2, 10)},
-        "transposed": shared.t(),
+        "transposed": torch.randn(3, 4, generator=generator).t(),
         "view": shared[1:4, 2:3],
         "frozen": None,
         "grad": torch.ones(2, requires_grad=True),

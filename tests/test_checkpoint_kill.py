@@ -1,4 +1,4 @@
-"""A SIGKILL at any moment of a save loses nothing. FMEGATRON_KILLS says at how many random moments (8)."""
+"""A SIGKILL at any moment of a save loses nothing. FMEGATRON_KILLS says at how many random moments (20)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def save(step):
 
 
 def say(step):  # what was surely saved, written before a kill can come
-    with open(run + ".saved", "w") as file:
+    with open(run + ".new", "w") as file:
         file.write(str(step))
+    os.replace(run + ".new", run + ".saved")
 
 
 def check(step):
@@ -55,20 +56,18 @@ def in_child(f):
 
 
 def at_random(kills):
-    generator, step, seen = random.Random(0), 0, set()
+    generator, step = random.Random(0), 0
     save(0), say(0)
     for _ in range(kills):
         before = int(open(run + ".saved").read())
         pid = in_child(lambda: child(step))
-        while int(open(run + ".saved").read() or before) < before + 1:
+        while int(open(run + ".saved").read()) < before + 1:
             time.sleep(0.0005)
         time.sleep(generator.random() * 0.03)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        left = sorted(name.rstrip("0123456789") for name in os.listdir(run + "/checkpoints"))
-        seen.add(tuple(left))
-        step = check(int(open(run + ".saved").read() or before + 1))
-    print(json.dumps({"steps": step, "left": sorted(seen)}))
+        step = check(int(open(run + ".saved").read()))
+    print(json.dumps({"steps": step}))
 
 
 def at_every_change(again):
@@ -119,7 +118,7 @@ def run(folder: Path, *arguments: str) -> dict:
 
 
 def test_kills_at_random_moments(tmp_path):
-    result = run(tmp_path / "run", "random", os.environ.get("FMEGATRON_KILLS", "8"))
+    result = run(tmp_path / "run", "random", os.environ.get("FMEGATRON_KILLS", "20"))
     assert result["steps"] > 0
 
 

@@ -71,5 +71,9 @@ def test_an_error_on_one_rank_reaches_all(ranks, tmp_path):
     assert all("'bad' of the state is a object" in message for message in ranks.run(3, work.fail_on_one, str(tmp_path)))
 
 
+def test_a_checkpoint_that_does_not_fit_one_rank_is_refused_on_all(ranks, tmp_path):
+    assert all("1 of another shape: w" in message for message in ranks.run(3, work.misfit_on_one, str(tmp_path)))
+
+
 def test_ranks_may_hold_different_leaves(ranks, tmp_path):
     assert ranks.run(3, work.stages, str(tmp_path)) == [([], 3)] * 3

@@ -17,7 +17,11 @@ from fmegatron.simulation import per_rank, simulate
 from fmegatron.spec import Param, abstract, count, describe, init, sizes
 from tests.processes import processes
 
-RULES = Rules({"batch": "dp", "seq": None, "seq*": "tp", "embed": None, "mlp": "tp"}, store="dp")
+RULES = Rules(
+    {"batch": "dp", "seq": None, "seq*": "tp", "embed": None, "mlp": "tp", "head": None},
+    store="dp",
+    activations=("batch", "seq", "head"),
+)
 
 
 def mesh_of(text, **options):
@@ -64,13 +68,13 @@ def test_typos_never_mean_unsharded():
     mesh = mesh_of("dp=2,tp=2")
     with pytest.raises(ShardingError, match="no mesh axis is named 'tq'.*did you mean 'tp'"):
         Sharding(mesh, Rules({"mlp": "tq"}))
-    with pytest.raises(ShardingError, match="store='pd'.*did you mean 'dp'"):
-        Sharding(mesh, Rules({"mlp": "tp"}, store="pd"))
+    with pytest.raises(ShardingError, match="store='ddp'.*did you mean 'dp'"):
+        Sharding(mesh, Rules({"mlp": "tp"}, store="ddp"))
     sh = Sharding(mesh, RULES)
     with pytest.raises(ShardingError, match="no row for dim 'embedd'.*did you mean 'embed'"):
         sh.placements("batch seq embedd")
     with pytest.raises(ShardingError, match="rule 'mlpp' is for a dim that no parameter has.*did you mean 'mlp'"):
-        placements({"w": Param((4, 4), "embed mlp")}, mesh, Rules({**RULES.compute, "mlpp": None}))
+        placements({"w": Param((4, 4), "embed mlp")}, mesh, Rules({**RULES.compute, "mlpp": None}, activations=RULES.activations))
     with pytest.raises(ShardingError, match="'tp' would shard both 'mlp' and 'seq"):
         sh.placements("mlp seq*")
 
@@ -115,7 +119,7 @@ def test_equations_are_checked():
     with pytest.raises(ShardingError, match="R -> S on mesh axis 'tp' has no arrow"):
         sh(x, tp=(Replicate(), Shard(1)))
     with pytest.raises(ShardingError, match="in one operand only"):
-        sh.dot(x, x, "batch seq* embed, embed mlp seq -> batch mlp seq")
+        sh.dot(x, x, "batch seq* embed, embed head seq -> batch head seq")
     with pytest.raises(ShardingError, match="in no operand"):
         Sharding().dot(x, x[0], "batch seq embed, embed mlp -> batch seq head")
     with pytest.raises(ShardingError, match="3 dims, the tensor of shape .2, 2. has 2"):
@@ -183,7 +187,7 @@ def test_placements_and_names_are_the_same():
     results = []
     with simulate(4):
         mesh = make_mesh("dp=2,tp=2", device="cpu")
-        unruled = Rules({**RULES.compute, "mlp": None}, RULES.store)
+        unruled = Rules({**RULES.compute, "mlp": None}, RULES.store, RULES.activations)
         for spec, rules, names in ((by_rule, RULES, True), (by_hand, unruled, False)):
             sh = Sharding(mesh, rules, precision=double)
             assert placements(spec, mesh, rules) == placements(by_rule, mesh, RULES)

@@ -143,3 +143,15 @@ def test_every_table_computes_the_same_function(table, reference):
         assert max(abs(float(x) - float(loss)) for x in per_rank(got)) < 1e-12 * abs(float(loss))
         assert worst(got_grads, grads, sh, M.spec()) < (1e-12,)
         assert worst(got_products, products, sh, M.spec()) < (1e-12,)
+
+
+@pytest.mark.parametrize("bug", ["mean_local", "loss_local", "no_region", "norm_over", "rope_key_over"])
+def test_planted_errors_give_wrong_numbers(bug):
+    """The comparison above is tight enough to see them (`mean_local` is the one that the checking mode cannot)."""
+    params, vector, batch = DATA_SET
+    sp = M.spec(bug)
+    loss, grads, _ = derivatives(params, vector, batch, Sharding(precision=DOUBLE), sp, "dense", bug, second=False)
+    with simulate(8):
+        sh, (got, got_grads, _) = run(TABLES[9], bug=bug, second=False, sp=sp)
+        wrong = max(abs(float(x) - float(loss)) for x in per_rank(got)) > 1e-3
+        assert wrong or worst(got_grads, grads, sh, sp)[0] > 1e-3

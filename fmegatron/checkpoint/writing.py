@@ -18,8 +18,8 @@ from fmegatron.checkpoint.ranks import distributed, on_first, together
 from fmegatron.errors import UserError
 from fmegatron.precision import dtype_name
 
-# A file is put together in host memory before it is written, so no rank writes larger ones (but for one huge tensor).
-FILE_BYTES = 2 << 30
+# A file is put together in host memory, twice its size, so no rank writes larger ones (but for one huge tensor).
+FILE_BYTES = 1 << 30
 
 
 def save(

@@ -4,7 +4,7 @@ from fmegatron.data.blend import Blend, parse_blend
 from fmegatron.data.corpus import Corpus, Document, builtin_corpus, find_corpus, read_documents
 from fmegatron.data.dataset import TokenDataset, eval_batches, make_batch, unigram_entropy
 from fmegatron.data.indexed import Indexed, IndexedWriter, check_tokens, merge, open_indexed, token_dtype
-from fmegatron.data.prepare import Prepared, prepare
+from fmegatron.data.prepare import Prepared, prepare, prepared
 from fmegatron.data.preprocess import Stats, encode_documents, preprocess, write_documents
 from fmegatron.data.tokenizer import (
     Tokenizer,
@@ -39,6 +39,7 @@ __all__ = [
     "open_indexed",
     "parse_blend",
     "prepare",
+    "prepared",
     "preprocess",
     "read_documents",
     "save_tokenizer",

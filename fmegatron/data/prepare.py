@@ -100,6 +100,11 @@ def prepare(
     return dataclasses.replace(result, seconds=time.perf_counter() - start)
 
 
+def prepared(out_dir: str | os.PathLike[str]) -> Prepared | None:
+    """What an earlier `prepare` made of text and left in out_dir, if it is whole; the text is not looked at."""
+    return _recorded(Path(out_dir), None)
+
+
 def _from_corpus(
     corpus: Corpus,
     out: Path,
@@ -187,6 +192,7 @@ def _use_prefix(prefix: str, out: Path, tokenizer: Tokenizer | None, fraction: f
     held_out = (data.tokens[int(bounds[k]) : int(bounds[k + 1])] for k in range(first, documents))
     train = Stats(prefix, first, cut, 0, 0.0)
     valid = Stats(prefix, documents - first, total - cut, text_bytes(tokenizer, held_out), 0.0)
+    (out / RECORD).unlink(missing_ok=True)  # of text that was used before
     save_tokenizer(tokenizer, out / "tokenizer")
     return Prepared(
         prefix,
@@ -225,11 +231,11 @@ def _relative(result: Prepared) -> dict[str, Any]:
     return record
 
 
-def _recorded(out: Path, inputs: dict[str, Any]) -> Prepared | None:
-    """What an earlier call left in `out` for the same inputs, if all of it is still there and whole."""
+def _recorded(out: Path, inputs: dict[str, Any] | None) -> Prepared | None:
+    """What an earlier call left in `out` for the same inputs (None: for any), if all of it is still there and whole."""
     try:
         record = json.loads((out / RECORD).read_text(encoding="utf-8"))
-        if record["inputs"] != inputs:
+        if inputs is not None and record["inputs"] != inputs:
             return None
         result = record["result"]
         for name in ("train_prefix", "valid_prefix", "tokenizer_path"):
