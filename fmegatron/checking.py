@@ -10,7 +10,7 @@ reduces, merges or mixes along a sharded dim outside `sh`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -85,7 +85,7 @@ class Checker(TorchFunctionMode):
             self.pauses -= 1
 
     # -- types of values
-    def set(self, x: torch.Tensor, types: Layout) -> torch.Tensor:
+    def set(self, x: torch.Tensor, types: Mapping[str, Any]) -> torch.Tensor:
         """Say the types of a value. Without the probe it does not matter which dim an axis shards."""
         x._sh_types = {a: ("S" if isinstance(t, int) and not self.probe else t) for a, t in types.items()}  # type: ignore[attr-defined]
         return x

@@ -7,7 +7,7 @@ from typing import Any
 
 from fmegatron.collectives import COST, Step, dual
 from fmegatron.equations import Side, parse_equation
-from fmegatron.layout import Layout, contraction_plan, held, layout, reshape_plan
+from fmegatron.layout import Layout, contraction_plan, held, reshape_plan
 from fmegatron.placements import placement_of
 from fmegatron.rules import base
 

@@ -97,7 +97,9 @@ def make_setup(config: TrainConfig, device: torch.device, world: int, *, check_o
     dtypes = (None if d is None else dtype_of(d) for d in (p.params, compute, p.reduce, p.master))
     precision = Precision(*dtypes)  # type: ignore[arg-type]
     rules = standard_rules(mesh, sequence_parallel=config.sp, store=config.store)
-    return Setup(Sharding(mesh, rules, precision=precision), mesh, device, precision)
+    sh = Sharding(mesh, rules, precision=precision)
+    sh.check_spec(Llama(sizes).spec())
+    return Setup(sh, mesh, device, precision)
 
 
 def model_config(config: TrainConfig, tokenizer_vocab: int | None) -> LlamaConfig:

@@ -26,7 +26,7 @@ from fmegatron.collectives import LargestOverRanks, Move, Step, dual, run_step
 from fmegatron.equations import Side, einsum_of, parse_equation, parse_side
 from fmegatron.errors import ShardingError
 from fmegatron.function import apply_function
-from fmegatron.mesh import Mesh
+from fmegatron.mesh import Mesh, everywhere
 from fmegatron.placements import Invariant, Placement, Replicate, Type, placement_of, type_of
 from fmegatron.precision import Precision
 from fmegatron.product import product
@@ -145,12 +145,13 @@ class Sharding:
             return f(*args)
         with self._unchecked():
             y = f(*args)
-        results, texts = (y, out) if isinstance(y, tuple) else ((y,), (out,))
+        results = y if isinstance(y, tuple) else (y,)
+        texts: Sequence[str] = (out,) if isinstance(out, str) else out
         for x, side in zip(args, sides, strict=True):
             if side is not None and tree.is_tensor(x):
                 self.check.declared(x, self._layout(side), f"argument {side!r}")
-        for x, side in zip(results, texts, strict=True):  # type: ignore[arg-type]
-            self.check.result(x, args, self._layout(side))  # type: ignore[arg-type]
+        for x, text in zip(results, texts, strict=True):
+            self.check.result(x, args, self._layout(text))
         return y
 
     # ---------------------------------------------------------------------------------------------------- global indices
@@ -165,6 +166,7 @@ class Sharding:
         positions = self.positions(lay.axes_of(dim, self.mesh, self.rules) if self.mesh is not None else (), n, dim, device)
         if self.check is None:
             return positions
+        assert self.mesh is not None
         return self.check.set(positions, lay.layout(parse_side(dim), self.mesh, self.rules, rest="I"))
 
     def positions(self, axes: tuple[str, ...], n: int, what: str = "a dim", device: Any = None) -> torch.Tensor:
@@ -246,6 +248,7 @@ class Sharding:
         side = parse_side(dims)
         if x.ndim != len(side.dims):
             raise ShardingError(f"{dims!r} names {len(side.dims)} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}")
+        x = x if self.mesh is None else everywhere(self.mesh, x)
         for d, name in enumerate(side.dims):
             if self.axes(name):
                 x = x.index_select(d, self.index(name, x.shape[d], device=x.device))
@@ -254,10 +257,15 @@ class Sharding:
     def shard_param(self, x: torch.Tensor, param: Param) -> torch.Tensor:
         """This rank's stored shard of a parameter's global value, as a leaf at rest."""
         if self.mesh is not None:
+            x = everywhere(self.mesh, x)
             for d, held in enumerate(self._stored(param)[1]):
                 if self.mesh.live(held):
                     x = x.index_select(d, self.positions(held, param.shape[d], device=x.device))
         return self.at_rest(x.to(self.param_dtype(param)), param)
+
+    def shard_params(self, values: Any, spec: Any) -> Any:
+        """A tree of global values as parameters at rest: `shard_param` of every leaf."""
+        return _map_params(self.shard_param, values, spec)
 
     def place(self, x: torch.Tensor, dims: str, shape: Sequence[int]) -> torch.Tensor:
         """A local part of a value of global `shape` as a DTensor at rest; x itself on one rank. Dims that lie on several axes
@@ -299,7 +307,8 @@ class Sharding:
         for x, y, param in zip(tree.leaves(a), tree.leaves(b), params_of(spec).values(), strict=True):
             part = (x * y).sum()
             held = self.held_by(param)
-            total = total + (self(part, **{axis: ("P", "I") for axis in held}) if held else part)
+            steps = {axis: ("P", "I") for axis in held}
+            total = total + (self(part, None, **steps) if held else part)
         return total
 
     # --------------------------------------------------------------------------------------------- layouts, for the reader
@@ -409,8 +418,10 @@ class Sharding:
     def _plan_use(self, param: Param) -> tuple[tuple[Step, ...], lay.Layout, lay.Layout]:
         assert self.mesh is not None
         compute, at_rest = self._stored(param)
-        source: lay.Layout = {a: "I" for a in self.mesh.sizes} | {a: d for d, by in enumerate(at_rest) for a in by}
-        target: lay.Layout = {a: "I" for a in self.mesh.sizes} | dict.fromkeys(self._over(param), "R")
+        source: lay.Layout = dict.fromkeys(self.mesh.sizes, "I")
+        source |= {a: d for d, by in enumerate(at_rest) for a in by}
+        target: lay.Layout = dict.fromkeys(self.mesh.sizes, "I")
+        target |= dict.fromkeys(self._over(param), "R")
         target |= {a: "R" for a, t in self._own(param).items() if t == "R"}
         target |= {a: d for d, by in enumerate(compute) for a in by}
         steps = lay.steps_between(self.mesh, source, target, at_rest, compute, f"parameter {param.dims!r}")
@@ -419,7 +430,7 @@ class Sharding:
     def _over(self, param: Param) -> tuple[str, ...]:
         assert self.mesh is not None
         if param.over is None:
-            if self.mesh.world == 1 and self.check is None or self.check is not None:
+            if self.mesh.world == 1 or self.check is not None:  # nothing is summed; the checking mode finds the types itself
                 return ()
             raise ShardingError(
                 f"Param {param.dims!r} does not say what it is applied `over`: give over=\"batch seq\" or the like, "

@@ -36,7 +36,6 @@ from fmegatron.primitives import (
     swiglu,
 )
 from fmegatron.random import fold_in
-from fmegatron.remat import nothing
 from fmegatron.spec import Param
 from fmegatron.split import everything
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from fmegatron.errors import ShardingError, UserError
+from fmegatron.errors import UserError
 from fmegatron.mesh import Mesh
-from fmegatron.sharding import Sharding
-from fmegatron.spec import params_of
 
 AXES = {
     "dp": "batch rows",
@@ -75,16 +72,6 @@ def check_layout(
             f"--batch.seq-len {seq_len} does not divide by {cuts}, the size of {axes} in --mesh {_shown(mesh)}: "
             f"use {_near_multiples(seq_len, cuts)}"
         )
-
-
-def check_parameters(spec: Any, sh: Sharding) -> None:
-    """Raises ShardingError, naming the parameter and its sizes, when a dim does not divide over the axes that hold it."""
-    for path, param in params_of(spec).items():
-        for name, n in zip(param.names, param.shape, strict=True):
-            try:
-                sh.local_size(name, n)
-            except ShardingError as error:
-                raise ShardingError(f"parameter {path!r}: {error}") from None
 
 
 def _near_divisors(n: int, near: int) -> str:

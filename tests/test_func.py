@@ -174,7 +174,7 @@ def test_what_would_be_wrong_is_refused():
             vmap(lambda x: x, sh=sh, dim="batch")
         with pytest.raises(ShardingError, match="jacrev of an output with dim 'batch'"):
             jacrev(lambda x: x, sh=sh, dims="batch")
-        params = tree.like(PARAMS, [sh.shard_param(everywhere(sh.mesh, w), p) for w, p in zip(tree.leaves(PARAMS), tree.leaves(SPEC), strict=True)])
+        params = sh.shard_params(PARAMS, SPEC)
         batch = item({n: items(sh, x) for n, x in BATCHES.items()}, 0)
         with pytest.raises(UserError, match=r"sh\.local"):  # torch.func hides DTensors
             torch.func.grad(loss)(params, batch, sh)

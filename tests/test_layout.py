@@ -152,7 +152,7 @@ def test_init_is_the_same_on_every_mesh_and_abstract_has_its_shape():
         for name, p in spec.items():
             assert isinstance(made[name], DTensor) and made[name].shape == shapes[name].shape == torch.Size(p.shape)
             assert made[name].placements == shapes[name].placements and shapes[name].to_local().is_meta
-            want = per_rank(sh.local(sh.shard_param(everywhere(sh.mesh, whole[name]), p)))
+            want = per_rank(sh.local(sh.shard_param(whole[name], p)))
             got = per_rank(made[name].to_local())
             assert all(torch.equal(a, b) for a, b in zip(got * (len(want) // len(got)), want, strict=True))
 
@@ -191,8 +191,8 @@ def test_placements_and_names_are_the_same():
         for spec, rules, names in ((by_rule, RULES, True), (by_hand, unruled, False)):
             sh = Sharding(mesh, rules, precision=double)
             assert placements(spec, mesh, rules) == placements(by_rule, mesh, RULES)
-            p = {n: sh.local(sh.shard_param(everywhere(mesh, values[n]), spec[n])).requires_grad_() for n in spec}
-            x = sh.shard(everywhere(mesh, x0), "batch seq* embed")
+            p = {n: sh.local(sh.shard_param(values[n], spec[n])).requires_grad_() for n in spec}
+            x = sh.shard(x0, "batch seq* embed")
             y = blocks(sh, names)(sh.use(p, spec), x)
             loss = sh.sum(y * y, "batch seq* embed ->")
             grads = torch.autograd.grad(loss, [p["up"], p["down"]])

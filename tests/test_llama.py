@@ -10,7 +10,7 @@ from fmegatron import tree
 from fmegatron.accumulate import accumulate
 from fmegatron.checking import check
 from fmegatron.context import Ctx
-from fmegatron.mesh import everywhere, make_mesh
+from fmegatron.mesh import make_mesh
 from fmegatron.models.llama import LLAMA, Llama, LlamaConfig, config_from_hf, config_to_hf, hf_map
 from fmegatron.precision import Precision
 from fmegatron.primitives import Llama3Scaling
@@ -187,16 +187,13 @@ def test_every_layout_computes_the_same_function(axes, sp, store, save):
     (value, _), want = gradients(Llama(MESHY), PARAMS, BATCH, Sharding(precision=DOUBLE))
     with simulate(4):
         sh, model = layout(axes, sp, store), Llama(MESHY, save=POLICIES[save])
-        params = tree.like(
-            PARAMS,
-            [sh.shard_param(everywhere(sh.mesh, w), p) for w, p in zip(tree.leaves(PARAMS), tree.leaves(model.spec()), strict=True)],
-        )
-        local = {n: sh.shard(everywhere(sh.mesh, x), "batch seq") for n, x in BATCH.items()}
+        params = sh.shard_params(PARAMS, model.spec())
+        local = {n: sh.shard(x, "batch seq") for n, x in BATCH.items()}
         (got, _), grads = gradients(model, params, local, sh, microbatches=2 if "dp=1" in axes else 1)
         assert max(abs(float(v - value)) for v in per_rank(got)) < 1e-12
         for (path, g), r, p in zip(tree.named(grads).items(), tree.leaves(want), tree.leaves(model.spec()), strict=True):
             mine = per_rank(sh.local(g))
-            theirs = per_rank(sh.local(sh.shard_param(everywhere(sh.mesh, r), p)))
+            theirs = per_rank(sh.local(sh.shard_param(r, p)))
             assert max(float((a - b).norm()) for a, b in zip(mine, theirs, strict=True)) <= 1e-12 * float(r.norm()), path
 
 

@@ -246,3 +246,17 @@ def test_bad_input():
     ):
         with pytest.raises(UserError, match=says):
             attention(*args, **given)
+
+
+def test_mapped_masks():
+    """vmap over what decides the mask, and over keys alone."""
+    q, k, v = inputs()
+    positions = torch.stack([POSITIONS, POSITIONS.flip(0), torch.arange(7)])
+    got = torch.func.vmap(lambda p: attention(q, k, v, positions=p))(positions)
+    want = torch.stack([attention(q, k, v, positions=p) for p in positions])
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14)
+    segments = torch.stack([SEGMENTS, SEGMENTS.flip(0)])
+    keys = torch.stack([k, 2 * k]).movedim(0, 2)
+    got = torch.func.vmap(lambda s, k: attention(q, k, v, segments=s), in_dims=(0, 2))(segments, keys)
+    want = torch.stack([attention(q, f * k, v, segments=s) for s, f in zip(segments, (1, 2), strict=True)])
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14)

@@ -90,18 +90,12 @@ def worst(got, want, sh, sp):
     floor = 1e-3 * sum(r.norm() ** 2 for r in want) ** 0.5 / len(want) ** 0.5
     found = (0.0, "")
     for g, r, (path, p) in zip(got, want, params_of(sp).items(), strict=True):
-        mine, theirs = per_rank(g.detach()), per_rank(sh.local(sh.shard_param(lifted(sh, r.detach()), p)))
+        mine, theirs = per_rank(g.detach()), per_rank(sh.local(sh.shard_param(r.detach(), p)))
         if len(mine) == 1:
             mine = mine * len(theirs)
         error = max(float((a - b).norm() / torch.maximum(r.norm(), floor)) for a, b in zip(mine, theirs, strict=True))
         found = max(found, (error, path))
     return found
-
-
-def lifted(sh, x):
-    from fmegatron.mesh import everywhere
-
-    return everywhere(sh.mesh, x)
 
 
 DATA_SET = data()  # made outside of simulation, where torch's own generators differ by rank
@@ -126,9 +120,9 @@ def run(table, kind=None, bug=None, second=True, sp=None):
 
     table_rows = {k: keep(v) for k, v in table.rows.items()}
     sh = Sharding(mesh, M.rules(table.store, **table_rows), precision=DOUBLE)
-    place = lambda t: tree.like(t, [sh.shard_param(lifted(sh, w), p) for w, p in zip(tree.leaves(t), tree.leaves(sp))])  # noqa: E731
-    local = {n: sh.shard(lifted(sh, x), "batch seq") for n, x in batch.items()}
-    return sh, derivatives(place(params), place(vector), local, sh, sp, kind or table.kind, bug, second)
+    local = {n: sh.shard(x, "batch seq") for n, x in batch.items()}
+    placed = sh.shard_params(params, sp), sh.shard_params(vector, sp)
+    return sh, derivatives(*placed, local, sh, sp, kind or table.kind, bug, second)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=str)

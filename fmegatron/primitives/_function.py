@@ -18,9 +18,13 @@ def graph_wanted() -> bool:
 
 
 def may_overwrite() -> bool:
-    """May a kernel work in place on what it has just made? (vmap cannot write a mapped value into an unmapped one.)
-    On CPU a new large tensor costs several times more than the arithmetic on it."""
-    return not under_torch_func()
+    """May a forward or backward work in place on what it has just made?
+
+    On CPU a new large tensor costs several times more than the arithmetic on it. But vmap cannot write a mapped value
+    into an unmapped one, compiled code gains nothing, and dynamo of torch 2.11 drops, silently, the gradient of a
+    Function whose forward writes in place.
+    """
+    return not (torch.compiler.is_compiling() or under_torch_func())
 
 
 def each_example(function: type[Function], info: Any, in_dims: Any, args: Any) -> Any:

@@ -17,7 +17,7 @@ from fmegatron.errors import UserError
 from fmegatron.function import apply_function
 from fmegatron.primitives._function import each_example, global_size, graph_wanted, sharded, wide
 
-CHUNK_ELEMENTS = {"cpu": 1 << 20}  # logits at once; on CPU they should stay in cache
+CHUNK_ELEMENTS = {"cpu": 1 << 21}  # logits at once; on CPU they should stay in cache
 CHUNK_ELEMENTS_ELSEWHERE = 1 << 26
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from fmegatron.function import apply_function
+from fmegatron.function import apply_function, under_torch_func
 from fmegatron.primitives._function import graph_wanted, may_overwrite, wide
 
 
@@ -60,8 +60,8 @@ class _RMSNorm(Function):
 
 def _fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Is torch's fused kernel the fastest? (Compiled code makes one of its own.)"""
-    there = x.device.type == "cuda" and not torch.compiler.is_compiling() and may_overwrite()
-    return there and x.dtype == weight.dtype and x.is_contiguous()
+    eager = not (torch.compiler.is_compiling() or under_torch_func())
+    return eager and x.device.type == "cuda" and x.dtype == weight.dtype and x.is_contiguous()
 
 
 def _gradients(
