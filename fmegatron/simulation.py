@@ -81,7 +81,7 @@ def each_rank(f: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tens
 
     Without a graph: for use inside a Function, where gradients are not recorded.
     """
-    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or not any(is_local(x) for x in args):
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or not all(is_local(x) for x in args):
         return f(*args)
     from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
 
