@@ -112,3 +112,40 @@ def test_bare_checkout(checkout: Path, tmp_path: Path) -> None:
     check_imports(f"sys.path.insert(0, {str(checkout)!r})", checkout, generic=True, cwd=tmp_path)
     for name in ("models", "parallel"):
         assert (ROOT / "fmegatron" / name).is_symlink()
+
+
+def losses(output: str) -> list[str]:
+    """What own_model.py prints, without what torchrun adds."""
+    return [line for line in output.splitlines() if line[:3].strip().isdigit()]
+
+
+def test_the_readme_s_program_runs_alone_on_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+    """On 1 and on 4 processes, from an empty folder, with the same losses."""
+    target, alone = tmp_path / "site", tmp_path / "alone"
+    install(wheel, target)
+    alone.mkdir()
+    shutil.copy(ROOT / "examples" / "own_model.py", alone)
+    environment = {**os.environ, "PYTHONPATH": str(target), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    def output(*command: object) -> str:
+        done = subprocess.run(
+            [str(c) for c in command], cwd=alone, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    where = output(sys.executable, "-c", "import fmegatron; print(fmegatron.__file__)")
+    assert os.path.realpath(where.strip()).startswith(os.path.realpath(target))
+    one = losses(output(sys.executable, "own_model.py"))
+    four = losses(output(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "own_model.py", "dp=2,tp=2"))
+    assert len(one) == len(four) == 20
+    for a, b in zip(one, four, strict=True):
+        assert abs(float(a.split()[1]) - float(b.split()[1])) <= 1e-4 * float(a.split()[1])
+    assert float(one[-1].split()[1]) < 0.5 * float(one[0].split()[1])
+
+
+def test_the_readme_shows_the_program_whole() -> None:
+    readme = (ROOT / "README.md").read_text()
+    shown = readme.split("<!-- own-model -->\n```python\n")[1].split("```")[0]
+    assert shown == (ROOT / "examples" / "own_model.py").read_text()
+    assert len([line for line in shown.splitlines() if line.strip()]) <= 60
