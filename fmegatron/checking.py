@@ -58,14 +58,15 @@ class Checker(TorchFunctionMode):
     # -- entering: autograd Functions do not pass through torch-function modes, so `apply` is watched too
     def __enter__(self) -> Checker:
         self._apply = torch.autograd.Function.__dict__["apply"]
-        real = self._apply.__func__
+        descriptor = self._apply
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            real = descriptor.__get__(None, cls)
             if self.pauses:
-                return real(cls, *args, **kwargs)
+                return real(*args, **kwargs)
             with self.paused():
-                out = real(cls, *args, **kwargs)
-            self.operation(lambda *a, **k: real(cls, *a, **k), cls.__name__, args, kwargs, out)
+                out = real(*args, **kwargs)
+            self.operation(real, cls.__name__, args, kwargs, out)
             return out
 
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]

@@ -158,21 +158,19 @@ class Reporter:
         now = time.monotonic()
         step = row["step"]
         left = (now - self._started) / (step - self.first_step + 1) * (self.steps - step)
-        text = [f"loss {_short(row['loss'])}"]
-        if "lr" in row:
-            text.append(f"lr {row['lr']:.2e}")
-        if "grad_norm" in row:
-            text.append(f"grad norm {_short(row['grad_norm'])}")
-        text.append(f"{_count(row['tokens_per_s'])} tokens/s")
+        loss = f"loss {_short(row['loss'])}"
+        speed = [f"{_count(row['tokens_per_s'])} tokens/s"]
         if "mfu" in row:
-            text.append(f"MFU {100 * row['mfu']:.1f} %")
-        text.append(f"{_duration(left)} left")
+            speed.append(f"MFU {100 * row['mfu']:.1f} %")
+        speed.append(f"{_duration(left)} left")
         if self._stream.isatty():
             self._bar = self._bar or _Bar(self._stream, self.steps)
-            self._bar.update(step, "  ".join(text))
+            self._bar.update(step, "  ".join([loss, *speed]))  # what a terminal of 80 columns has room for
         if step == self.first_step or step == self.steps or now - self._last_line >= self.seconds:
             self._last_line = now
-            line = "  ".join([self._step_text(step), *text])
+            more = [f"lr {row['lr']:.2e}"] if "lr" in row else []
+            more += [f"grad norm {_short(row['grad_norm'])}"] if "grad_norm" in row else []
+            line = "  ".join([self._step_text(step), loss, *more, *speed])
             self._write_log(line)
             if not self._bar:
                 self._say(line)
@@ -195,7 +193,7 @@ class _Bar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[text]}"))
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(10), TextColumn("{task.fields[text]}"))
         console = Console(file=stream, highlight=False, markup=False)
         self._progress = Progress(*columns, console=console, refresh_per_second=4, redirect_stdout=False)
         self._task = self._progress.add_task("", total=steps, text="")
@@ -245,8 +243,8 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float | int | str | None]:
 def measure_matmul_flops(device: torch.device | str, dtype: torch.dtype, *, seconds: float = 0.4) -> float:
     """Floating-point operations a second of one device on a square matrix product in `dtype`: what MFU refers to.
 
-    The size doubles from 256 until a product takes 10 ms (or to 8192); the fastest product within `seconds` counts. It
-    is what the machine reaches now, not what its maker states.
+    The size doubles from 256 while a product takes less than 10 ms (or to 8192); the fastest product within `seconds`
+    counts. It is what the machine reaches now, not what its maker states.
     """
     import torch
 
@@ -267,15 +265,13 @@ def measure_matmul_flops(device: torch.device | str, dtype: torch.dtype, *, seco
         end = time.perf_counter() + seconds
         a = torch.ones(size, size, device=device, dtype=dtype)
         timed(a)  # the first product loads the library
-        while (took := timed(a)) < 0.01 and size < 8192 and time.perf_counter() < end:
+        while time.perf_counter() < end or best == 0.0:
+            took = min(timed(a) for _ in range(3))  # one alone may have waited for a core
             best = max(best, 2 * size**3 / took)
-            size *= 2
-            a = torch.ones(size, size, device=device, dtype=dtype)
-        while True:
-            best = max(best, 2 * size**3 / took)
-            if time.perf_counter() + took > end:
-                return best
-            took = timed(a)
+            if took < 0.01 and size < 8192:
+                size *= 2
+                a = torch.ones(size, size, device=device, dtype=dtype)
+    return best
 
 
 def _short(value: float | int | str | None) -> str:

@@ -27,11 +27,14 @@ class StopSignals:
 
     def agreed(self) -> bool:
         """Has any rank been asked? The same answer on all ranks, so that all end after the same step. Collective."""
-        if dist.is_initialized():
-            number = torch.tensor([int(signal.Signals[self.asked]) if self.asked else 0])
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-            self.asked = signal.Signals(int(number)).name if int(number) else ""
-        return bool(self.asked)
+        if not dist.is_initialized():
+            return bool(self.asked)
+        asked = self.asked  # a signal that comes during the collective counts at the next call
+        number = torch.tensor([int(signal.Signals[asked]) if asked else 0])
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        if int(number):
+            self.asked = signal.Signals(int(number)).name
+        return bool(int(number))
 
 
 @contextmanager

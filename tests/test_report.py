@@ -133,7 +133,7 @@ def test_lines_come_by_time(tmp_path: Path) -> None:
 
 def test_a_terminal_gets_a_bar_and_the_log_gets_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
     with Reporter(tmp_path, steps=3, flops_per_token=6e6, peak_flops=1e12, tensorboard=False, stream=stream) as report:
         report.print("before [brackets]")
@@ -147,12 +147,14 @@ def test_a_terminal_gets_a_bar_and_the_log_gets_lines(tmp_path: Path, monkeypatc
         "before [brackets]",
         "between " + "long " * 40,
         "after",
-        "3/3",
+        "step 3/3 ",
+        "loss 1.6667",
         "81.9k tokens/s",
         "MFU 49.2 %",
         "left",
     ):
         assert text in said
+    assert "…" not in said  # nothing was cut off
     assert "\x1b[" in stream.getvalue() and "step 3/3  loss" not in said
     log = (tmp_path / "log.txt").read_text()
     assert "\x1b" not in log and "step 3/3  loss 1.6667" in log and "between long" in log

@@ -30,6 +30,7 @@ LAYOUTS = {
     "cp=2,tp=2": ("--mesh", "cp=2,tp=2", "--sp"),
 }
 SLOW = ("store dp", "dp=4 stored", "sp", "cp=2,tp=2")  # covered by the others, or by the tests of transforms
+ONE = ("--model-overrides.layers", "1")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def reference(corpus, tmp_path_factory):
     @functools.cache
     def run(dtype: str) -> list[float]:
         out = tmp_path_factory.mktemp("one") / "run"
-        assert go(flags(corpus, out, steps=20, precision_params=dtype)) == 0
+        assert go(flags(corpus, out, *ONE, steps=20, precision_params=dtype)) == 0
         return losses(out)
 
     return run
@@ -53,29 +54,47 @@ def reference(corpus, tmp_path_factory):
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LAYOUTS])
 def test_twenty_steps_equal_those_of_one_process_in_float64(tmp_path, corpus, reference, layout) -> None:
     out = tmp_path / "run"
-    assert on(4, flags(corpus, out, *LAYOUTS[layout], steps=20, precision_params="float64")) == 0
+    assert on(4, flags(corpus, out, *LAYOUTS[layout], *ONE, steps=20, precision_params="float64")) == 0
     assert len(losses(out)) == 20
     torch.testing.assert_close(losses(out), reference("float64"), rtol=1e-8, atol=0)
 
 
-def test_twenty_steps_in_float32_by_one_command(tmp_path, corpus, reference) -> None:
-    """`fmegatron train --nproc 4 --mesh dp=2,tp=2 --sp --store dp`, the true command; only the first rank prints."""
+def test_twenty_steps_equal_those_of_one_process_in_float32(tmp_path, corpus, reference) -> None:
     out = tmp_path / "run"
-    process = start("fmegatron", "train", *flags(corpus, out, *LAYOUTS["sp and store dp"], steps=20), "--nproc", 4, cwd=tmp_path)
-    printed, errors = process.communicate(timeout=180)
-    assert (process.returncode, errors) == (0, "")
-    assert printed == (out / "log.txt").read_text() and printed.count("validation loss       ") == 1
+    assert on(4, flags(corpus, out, *LAYOUTS["sp and store dp"], *ONE, steps=20)) == 0
     torch.testing.assert_close(losses(out), reference("float32"), rtol=1e-4, atol=0)
 
 
+def test_microbatches_change_nothing_with_dropout(tmp_path, corpus) -> None:
+    """One, two and four of them on one process, and two on a mesh of four: in float64 the same run."""
+    common = dict(steps=4, dropout=0.2, precision_params="float64")
+    found = []
+    for n, mesh in ((1, ()), (2, ()), (4, ()), (2, LAYOUTS["sp and store dp"])):
+        out = tmp_path / f"run{len(found)}"
+        assert on(4 if mesh else 1, flags(corpus, out, *mesh, *ONE, batch_microbatches=n, **common)) == 0
+        found.append(losses(out))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-10, atol=0)
+    without = tmp_path / "without"
+    assert go(flags(corpus, without, *ONE, **{**common, "dropout": 0.0})) == 0
+    assert abs(losses(without)[0] / found[0][0] - 1) > 1e-6  # dropout does something
+
+
 @pytest.mark.slow
-def test_twenty_steps_under_torchrun(tmp_path, corpus, reference) -> None:
+@pytest.mark.parametrize("command", ["fmegatron train --nproc 4", "torchrun"])
+def test_twenty_steps_of_the_true_commands(tmp_path, corpus, reference, command) -> None:
+    """Each starts four processes; only the first prints."""
     out = tmp_path / "run"
-    arguments = ["torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "fmegatron", "train"]
-    process = start(*arguments, *flags(corpus, out, *DP_TP, steps=20), cwd=tmp_path)
+    arguments = ["train", *flags(corpus, out, *DP_TP, *ONE, steps=20)]
+    if command == "torchrun":
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "fmegatron"]
+    else:
+        launcher, arguments = ["fmegatron"], [*arguments, "--nproc", "4"]
+    process = start(*launcher, *arguments, cwd=tmp_path)
     printed, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
-    assert printed.count("validation loss       ") == 1
+    assert command == "torchrun" or errors == ""
+    assert printed == (out / "log.txt").read_text() and printed.count("validation loss       ") == 1
     torch.testing.assert_close(losses(out), reference("float32"), rtol=1e-4, atol=0)
 
 
@@ -200,7 +219,7 @@ def activations(arguments: list[str]) -> float:
 
 def test_activations_are_divided(tmp_path) -> None:
     """By dp exactly; by tp with sequence parallelism nearly, as products read the whole sequence for a moment."""
-    arguments = flags("none", tmp_path, "--model-overrides.layers", "6", "--model-overrides.vocab", "64", remat="everything")
+    arguments = flags("none", tmp_path, "--model-overrides.layers", "4", "--model-overrides.vocab", "64", remat="everything")
     whole = activations(arguments)
     assert whole > 0
     for mesh, share in ((("--mesh", "dp=4"), 0.26), ((*DP_TP, "--sp"), 0.32)):

@@ -69,7 +69,7 @@ def spec_of(p):
 
 
 def setup(store):
-    mesh = make_mesh("dp=2")
+    mesh = make_mesh("dp=2", device="cpu")
     unsharded = dict.fromkeys(("seq", "embed", "heads", "head", "mlp", "vocab"))
     return Sharding(mesh, Rules(compute={"batch": "dp", **unsharded}, store=store))
 
