@@ -70,7 +70,7 @@ optree.register_pytree_node(
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient is infinite or not a number. step: which step; leaf: the first such value's name."""
+    """A loss or a gradient is infinite or not a number. step: the number of the step, from 1; leaf: the first such value's name."""
 
     def __init__(self, step: int, leaf: str) -> None:
         super().__init__(
@@ -111,9 +111,9 @@ def train_step(
         (total, found), grads = gradients(state.params, batch, ctx)
         norm = global_norm(grads)
         if check_finite and not under_torch_func():
-            _refuse_non_finite(state.step, total, norm, found["terms"], grads)
+            _refuse_non_finite(state.step + 1, total, norm, found["terms"], grads)
         old = state._donate() if donate else state
-        rate = optimizer.rate(_count(old)) if callable(optimizer.rate) else optimizer.rate
+        rate = optimizer.rate(old.step) if callable(optimizer.rate) else optimizer.rate
         params, _, opt = optimizer.update(old.params, grads, old.opt, donate=donate, grad_norm=norm)
         extras = old.extras if update_extras is None else update_extras(old.extras, found["stats"])
         new = TrainState(old.step + 1, params, opt, old.key, extras)
@@ -128,9 +128,6 @@ def train_step(
             "stats": found["stats"],
         }
         return new, metrics
-
-    def _count(state: TrainState) -> int:
-        return state.step
 
     return step
 

@@ -425,14 +425,14 @@ class Loop:
         found = checkpoint.latest(self.out)
         newest = f"the newest checkpoint is {found}" if found else "there is no checkpoint yet"
         self.report.print(
-            f"stopped at step {error.step + 1}: {error.leaf} is not finite. Nothing was changed by this step, and {newest}. "
+            f"stopped at step {error.step}: {error.leaf} is not finite. Nothing was changed by this step, and {newest}. "
             "Lower --optim.lr" + ("" if self.config.debug else ", or find where it arose with --debug")
         )
         if self.config.debug:
             state = self.state  # the step refuses before it changes anything
             assert state is not None
             batch = self.batches.train(self.train_data, state.step)
-            self.report.print(f"--debug: step {error.step + 1}: {explain_step(self.run.step, state, batch)}")
+            self.report.print(f"--debug: step {error.step}: {explain_step(self.run.step, state, batch)}")
 
 
 def _due(step: int, every: int) -> bool:

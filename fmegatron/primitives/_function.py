@@ -21,10 +21,20 @@ def may_overwrite() -> bool:
     """May a forward or backward work in place on what it has just made?
 
     On CPU a new large tensor costs several times more than the arithmetic on it. But vmap cannot write a mapped value
-    into an unmapped one, compiled code gains nothing, and dynamo of torch 2.11 drops, silently, the gradient of a
-    Function whose forward writes in place.
+    into an unmapped one, and compiled code gains nothing (and see `cast`).
     """
     return not (torch.compiler.is_compiling() or under_torch_func())
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x.to(dtype), for the last line of a forward: no operation where there is nothing to cast.
+
+    In torch 2.11 compiled code silently loses the gradient of an output that two operations of the forward return, as
+    an operation in place and a `.to` or `.contiguous` without effect do: dynamo makes every intermediate tensor an
+    output of the forward, and of outputs that are one tensor the last gets the gradient, which is then not the one
+    that the backward takes.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def each_example(function: type[Function], info: Any, in_dims: Any, args: Any) -> Any:

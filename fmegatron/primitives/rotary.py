@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Function
 
 from fmegatron.function import apply_function
-from fmegatron.primitives._function import graph_wanted, may_overwrite, wide
+from fmegatron.primitives._function import cast, graph_wanted, may_overwrite, wide
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _Turn(Function):
         y = torch.cat([b, a], -1).to(cos.dtype)
         x, cos, sin = x[..., : 2 * half].to(cos.dtype), torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
         y = y.mul_(sin).addcmul_(x, cos) if may_overwrite() else y * sin + x * cos
-        y = y.to(rest.dtype)
+        y = cast(y, rest.dtype)
         return y if rest.shape[-1] == 0 else torch.cat([y, rest], -1)
 
     @staticmethod
