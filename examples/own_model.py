@@ -1,7 +1,7 @@
-"""A model of one's own: two pure functions, a mesh with rules, and a train step. On one process or on four, with the same losses:
+"""A model of one's own: two pure functions, a mesh with rules, and a train step.
 
-    python own_model.py
-    torchrun --nproc-per-node 4 own_model.py dp=2,tp=2
+On one process (`python own_model.py`) or on four (`torchrun --nproc-per-node 4 own_model.py dp=2,tp=2`), with the
+same losses.
 """
 
 import sys

@@ -1,7 +1,10 @@
-"""fmegatron: functional parallel training on PyTorch. Models are pure functions over parameter pytrees, parallelism is a table.
+"""fmegatron: functional parallel training on PyTorch. Models are pure functions over parameter pytrees, parallelism
+is a table.
 
-The core is here; `fmegatron.models` has model families, `fmegatron.parallel` what is built on `sh`, `fmegatron.primitives` the
-operations of a model, `fmegatron.optim` optimizers, `fmegatron.schedules` learning rates, `fmegatron.random` random numbers.
+The core is here; `fmegatron.models` has model families, `fmegatron.parallel` what is built on `sh`,
+`fmegatron.primitives` the
+operations of a model, `fmegatron.optim` optimizers, `fmegatron.schedules` learning rates, `fmegatron.random` random
+numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-# Functions that share their module's name: `fm.remat` is the function, `from fmegatron.remat import …` reaches the module.
+# Functions that share their module's name: `fm.remat` is the function, `from fmegatron.remat import …` reaches the
+# module.
 _FUNCTIONS = ("accumulate", "placements", "remat", "split")
 
 

@@ -1,9 +1,13 @@
 """The checking mode: does a program mean what its equations say, on every rule table?
 
-It runs the program once in this process on a mesh whose axes all have size one, so that all types are there and nothing is
-cut, on abstract tables in which every dim has an axis of its own. Each operation's types are carried along. An equation whose
-left side does not match is refused, and so is a local operation that joins values in a way that loses a sum of gradients.
-With `probe`, each local operation is run again on half of a sharded dim and must give half of the result, so that nothing
+It runs the program once in this process on a mesh whose axes all have size one, so that all types are there and
+nothing is
+cut, on abstract tables in which every dim has an axis of its own. Each operation's types are carried along. An
+equation whose
+left side does not match is refused, and so is a local operation that joins values in a way that loses a sum of
+gradients.
+With `probe`, each local operation is run again on half of a sharded dim and must give half of the result, so that
+nothing
 reduces, merges or mixes along a sharded dim outside `sh`.
 """
 
@@ -27,7 +31,18 @@ from fmegatron.precision import Precision
 from fmegatron.rules import Rules, base
 from fmegatron.spec import Param, params_of
 
-_SILENT = {"__get__", "__set__", "requires_grad_", "backward", "detach_", "size", "dim", "stride", "numel", "is_floating_point"}
+_SILENT = {
+    "__get__",
+    "__set__",
+    "requires_grad_",
+    "backward",
+    "detach_",
+    "size",
+    "dim",
+    "stride",
+    "numel",
+    "is_floating_point",
+}
 
 
 class Unknown:
@@ -147,20 +162,29 @@ class Checker(TorchFunctionMode):
                     kind.bound = "I"  # the result is sliced there
             for x, lay in zip(xs, lays, strict=True):
                 self.match(x, axis, lay[axis], where)
-            kinds = {k if (k := self.get(x)[axis]) in ("R", "I") or isinstance(k, Unknown) else "S" for x in xs if x.requires_grad}
+            kinds = {
+                k if (k := self.get(x)[axis]) in ("R", "I") or isinstance(k, Unknown) else "S"
+                for x in xs
+                if x.requires_grad
+            }
             differs = {"S"} if raw[axis] != "?" else set()
             if "I" in kinds and len(kinds | differs) > 1:
-                raise ShardingError(f"{where}: on {axis} an I value meets work that differs: enter the region with sh(x, \"… | dim\") first")
+                raise ShardingError(
+                    f'{where}: on {axis} an I value meets work that differs: enter the region with sh(x, "… | dim") first'
+                )
             free = next((k for k in kinds if isinstance(k, Unknown)), "R" if "R" in kinds else "I")
             if raw[axis] == "?" and isinstance(target[axis], int) and free == "R":
-                raise ShardingError(f"{where}: R -> S on {axis} has no arrow; slice with x.index_select(dim, sh.index(…))")
+                raise ShardingError(
+                    f"{where}: R -> S on {axis} has no arrow; slice with x.index_select(dim, sh.index(…))"
+                )
             types[axis] = target[axis] if target[axis] != "?" else free
         with self.paused():
             y = y.view_as(y) if any(y is x for x in xs) else y
         return self.set(y, types)
 
     def parameter(self, w: torch.Tensor, y: torch.Tensor, param: Param, target: Layout) -> torch.Tensor:
-        """The value of a parameter in equations. Without `over`, its types on the axes that its dims do not use are unknown."""
+        """The value of a parameter in equations. Without `over`, its types on the axes that its dims do not use are
+        unknown."""
         if param.over is not None:
             return self.set(y, target)
         mine = {a: t if isinstance(t, int) else Unknown() for a, t in target.items()}
@@ -177,7 +201,9 @@ class Checker(TorchFunctionMode):
         for axis, kind in types.items():
             self.bind(ins, axis)
             if isinstance(kind, int) and any(x.requires_grad and self.get(x)[axis] == "I" for x in ins):
-                raise ShardingError(f"primitive: on {axis} an I argument is used by work that differs; enter the region with sh(x, \"… | dim\") first")
+                raise ShardingError(
+                    f'primitive: on {axis} an I argument is used by work that differs; enter the region with sh(x, "… | dim") first'
+                )
         found = {a: self.join("primitive", ins, a, sharded_is_free=True) if t == "?" else t for a, t in types.items()}
         return self.set(y, found)
 
@@ -216,13 +242,16 @@ class Checker(TorchFunctionMode):
         types: dict[str, list[Any]] = {}
         for axis in self.mesh.sizes:
             kind = self.join(name, ins, axis)
-            types[axis] = self.halves(f, name, args, kwargs, out, axis) if kind == "S" and self.probe else [kind] * len(outs)
+            types[axis] = (
+                self.halves(f, name, args, kwargs, out, axis) if kind == "S" and self.probe else [kind] * len(outs)
+            )
         for i, y in enumerate(outs):
             if not any(y is x for x in ins):
                 self.set(y, {a: t[i] for a, t in types.items()})
 
     def halves(self, f: Any, name: str, args: Any, kwargs: Any, out: Any, axis: str) -> list[Any]:
-        """Which dim of each result the axis shards, found by running f on the first half of each input's sharded dim (where that
+        """Which dim of each result the axis shards, found by running f on the first half of each input's sharded dim
+        (where that
         has one element: on a second one added behind it)."""
 
         def other(x: Any) -> Any:
@@ -243,7 +272,9 @@ class Checker(TorchFunctionMode):
             for whole, part in zip(_tensors(out), _tensors(changed), strict=True):
                 found = [i for i, (n, m) in enumerate(zip(whole.shape, part.shape, strict=False)) if n != m]
                 if whole.ndim != part.ndim or len(found) != 1:
-                    raise ShardingError(f"{name}: reduces or merges the dim that {axis} shards: that takes sh.sum or an equation")
+                    raise ShardingError(
+                        f"{name}: reduces or merges the dim that {axis} shards: that takes sh.sum or an equation"
+                    )
                 shared = min(whole.shape[found[0]], part.shape[found[0]])
                 a, b = (x.detach().narrow(found[0], 0, shared).double() for x in (whole, part))
                 if not torch.allclose(a, b, rtol=1e-9, atol=1e-12, equal_nan=True):
@@ -272,7 +303,8 @@ def _show(kind: Any) -> str:
 
 
 def abstract_tables(rules: Rules) -> list[tuple[Mesh, Rules]]:
-    """Two tables that stand for all: in the first every dim that has a row has an axis of its own; in the second the stream's
+    """Two tables that stand for all: in the first every dim that has a row has an axis of its own; in the second the
+    stream's
     dims also lie on the regions' axes, as with sequence and expert parallelism."""
     plain = [n for n, row in rules.compute.items() if row not in (None, ()) and n == base(n)]
     starred = [n for n in rules.compute if n.endswith("*")]
@@ -299,7 +331,9 @@ def abstract_tables(rules: Rules) -> list[tuple[Mesh, Rules]]:
     ]
 
 
-def check(program: Any, spec: Any, params: Any, batch: Any, rules: Rules, *, dims: Any = None, probe: bool = True) -> None:
+def check(
+    program: Any, spec: Any, params: Any, batch: Any, rules: Rules, *, dims: Any = None, probe: bool = True
+) -> None:
     """Refuse a program that some layout would compute wrongly.
 
     program: (params, batch, sh) -> scalar loss, which calls sh.use(params, spec) itself.

@@ -106,7 +106,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
 
 
 def parse_train(arguments: Sequence[str], *, command: str = "train") -> TrainConfig:
-    """The settings of `train`: defaults, then with --resume those of the run's folder, then the file of --config, then flags.
+    """The settings of `train`: defaults, then with --resume those of the run's folder, then the file of --config,
+    then flags.
 
     `config` is None in the result: what the file said is in the other fields.
 

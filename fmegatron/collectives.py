@@ -1,8 +1,11 @@
 """The arrows of `sh`: what a value costs to go from one layout to another, forward and backward.
 
-A layout gives a value one type per mesh axis: S (Shard of a dim), P (Partial: a summand), R (Replicate: equal on all ranks, read
-by work that differs along the axis) or I (Invariant: equal, used alike). Gradients have the dual type: S with S, P with R,
-I with I. So the backward of every arrow is its *dual* arrow, and calls the same primitive: second derivatives are right.
+A layout gives a value one type per mesh axis: S (Shard of a dim), P (Partial: a summand), R (Replicate: equal on all
+    ranks, read
+by work that differs along the axis) or I (Invariant: equal, used alike). Gradients have the dual type: S with S, P
+with R,
+I with I. So the backward of every arrow is its *dual* arrow, and calls the same primitive: second derivatives are
+right.
 
     forward        cost             backward
     S -> R         all-gather       reduce-scatter
@@ -73,13 +76,16 @@ def dual(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 class Move(torch.autograd.Function):
-    """A value cast to `work`, taken through the steps, and cast to `out`. The backward is the dual move, cast to `back` while
+    """A value cast to `work`, taken through the steps, and cast to `out`. The backward is the dual move, cast to
+    `back` while
     it is under way. dtypes: (work, out, back), each a dtype or None for no cast."""
 
     @staticmethod
     def forward(x: torch.Tensor, mesh: Mesh, steps: tuple[Step, ...], dtypes: tuple[Any, Any, Any]) -> torch.Tensor:
         if isinstance(x, DTensor):
-            raise UserError("torch.func was given DTensor parameters, which it hides from annotations: pass sh.local(params)")
+            raise UserError(
+                "torch.func was given DTensor parameters, which it hides from annotations: pass sh.local(params)"
+            )
         work, out, _ = dtypes
         y = x if work is None else x.to(work)
         for step in steps:

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fmegatron import tree
 from fmegatron.step import NonFiniteError
 
-# Operations whose result says nothing: memory that is not written yet, and results of collectives that are on their way.
+# Operations whose result says nothing: memory that is not written yet, and results of collectives that are on their
+# way.
 SILENT = ("empty", "new_empty", "_c10d_functional", "c10d")
 # Operations that put an infinity where a mask says so; what is not a number is never meant.
 MASKS = ("full", "fill", "new_full", "where", "scalar_tensor", "masked_fill", "scatter", "max_pool")
@@ -31,7 +32,8 @@ def explain_step(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> str
 
 
 def find_non_finite(f: Callable[[], Any]) -> str:
-    """Run f, and tell which operation made the first value that is not finite from finite ones: its shapes and the lines
+    """Run f, and tell which operation made the first value that is not finite from finite ones: its shapes and the
+    lines
     that called it. Of several ranks the one whose program came to it first tells."""
     with _Watch() as watch:
         try:
@@ -67,7 +69,10 @@ class _Watch(TorchDispatchMode):
         masks = name.startswith(MASKS)
         if any(_bad(x, infinities=not masks) for x in torch_tree.tree_leaves(out)):
             shapes = ", ".join(str(list(x.shape)) for x in inputs)
-            self.found = self.number, f"{func} of finite inputs of shapes {shapes} gave values that are not finite, at\n{_place()}"
+            self.found = (
+                self.number,
+                f"{func} of finite inputs of shapes {shapes} gave values that are not finite, at\n{_place()}",
+            )
         return out
 
 

@@ -41,12 +41,14 @@ def parse_equation(text: str, operands: int) -> Equation:
 
 
 def einsum_of(equation: Equation) -> str:
-    """The same product as torch.einsum spells it, one letter a dim. Raises ShardingError for a dim that no operand has."""
+    """The same product as torch.einsum spells it, one letter a dim. Raises ShardingError for a dim that no operand
+    has."""
     return _once(_einsum, equation)
 
 
 def _once(f: Callable[..., Any], *args: Any) -> Any:
-    """f(*args), kept from one call to the next. (torch.compile, which would trace through the cache, runs it while tracing.)"""
+    """f(*args), kept from one call to the next. (torch.compile, which would trace through the cache, runs it while
+    tracing.)"""
     return f(*args) if torch.compiler.is_compiling() else _kept(f, *args)
 
 
@@ -76,7 +78,9 @@ def _equation(text: str, operands: int) -> Equation:
         raise ShardingError(f"{text!r} has {len(parts)} operand(s) on its left, this call has {operands}")
     inputs = tuple(parse_side(p) for p in parts)
     if entered := [s for s in inputs if s.region]:
-        raise ShardingError(f"{text!r}: a `|` names what a value enters, so it belongs behind the arrow, not to {str(entered[0])!r}")
+        raise ShardingError(
+            f"{text!r}: a `|` names what a value enters, so it belongs behind the arrow, not to {str(entered[0])!r}"
+        )
     return Equation(inputs, parse_side(right), text)
 
 

@@ -38,7 +38,11 @@ def explain(sh: Any, equation: str, sizes: dict[str, int]) -> str:
 
 
 def _placed(sh: Any, types: Layout) -> str:
-    parts = [f"{a}:{placement_of(types[a]) if types[a] != '?' else 'as it is'}" for a in sh.mesh.order if sh.mesh.sizes[a] > 1]
+    parts = [
+        f"{a}:{placement_of(types[a]) if types[a] != '?' else 'as it is'}"
+        for a in sh.mesh.order
+        if sh.mesh.sizes[a] > 1
+    ]
     return ", ".join(parts) or "one rank"
 
 
@@ -75,6 +79,8 @@ def _steps(sh: Any, steps: tuple[Step, ...], elements: int | None) -> str:
             }.get(COST[step.kind], 0)
             if sent:
                 text += f", {sent:,} elements sent by each rank (ring)"
-            elements = {"all-gather": elements * n, "reduce-scatter": elements // n, "slice": elements // n}.get(COST[step.kind], elements)
+            elements = {"all-gather": elements * n, "reduce-scatter": elements // n, "slice": elements // n}.get(
+                COST[step.kind], elements
+            )
         shown.append(text)
     return "; ".join(shown)

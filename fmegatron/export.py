@@ -15,7 +15,8 @@ from fmegatron.precision import dtype_of
 
 
 def run(config: ExportConfig) -> int:
-    """Write config.json, safetensors and the tokenizer. Raises UserError when there is no checkpoint or `out` is not free."""
+    """Write config.json, safetensors and the tokenizer. Raises UserError when there is no checkpoint or `out` is not
+    free."""
     out = Path(config.out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out {config.out} exists already: give a folder that does not exist or is empty")

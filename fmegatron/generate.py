@@ -45,7 +45,8 @@ def generate_tokens(
     seed: the draws of row r, step t are a function of (seed, r, t).
     on_token: called after each step with each row's new id, None for rows that have ended.
 
-    The prompts are read in one pass; each step then reads one token a row. Raises UserError for an empty prompt or meaningless
+    The prompts are read in one pass; each step then reads one token a row. Raises UserError for an empty prompt or
+    meaningless
     numbers.
     """
     _check(prompts, tokens, temperature, top_k, top_p)
@@ -106,7 +107,8 @@ def draw(
 
 
 def generate(model: Any, params: Any, tokenizer: Any, prompts: Sequence[str], **options: Any) -> list[str]:
-    """The texts that continue some prompts. Options as for `generate_tokens`; ends at the tokenizer's end-of-document token."""
+    """The texts that continue some prompts. Options as for `generate_tokens`; ends at the tokenizer's
+    end-of-document token."""
     options.setdefault("temperature", 0.8)
     options.setdefault("eod", tokenizer.eod)
     ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
@@ -123,7 +125,9 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
     """The ids of a prompt; an empty one is the end of the document before."""
     ids = tokenizer.encode(prompt)
     if not ids and tokenizer.eod is None:
-        raise UserError("--prompt is empty and the tokenizer has no end-of-document token to start from: give some text")
+        raise UserError(
+            "--prompt is empty and the tokenizer has no end-of-document token to start from: give some text"
+        )
     return ids or [tokenizer.eod]
 
 
@@ -183,7 +187,8 @@ def run(config: GenerateConfig) -> int:
 class Printer:
     """Prints a text as its tokens come, holding back bytes that do not make a character yet.
 
-    Only the tokens since the last but one print are decoded, so that a long text costs no more a token than a short one.
+    Only the tokens since the last but one print are decoded, so that a long text costs no more a token than a short
+    one.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
@@ -213,7 +218,9 @@ def _tensors(params: Any) -> list[Tensor]:
     return tree.tensors(params)[0]
 
 
-def _check(prompts: Sequence[Sequence[int]], tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+def _check(
+    prompts: Sequence[Sequence[int]], tokens: int, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
     if not prompts or any(len(p) == 0 for p in prompts):
         raise UserError("a prompt has no token: give each at least one")
     if tokens < 1:

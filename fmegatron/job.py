@@ -1,4 +1,5 @@
-"""The parts of a training run, each made from the settings by one function: mesh and rules, model, optimizer, step, state, batches.
+"""The parts of a training run, each made from the settings by one function: mesh and rules, model, optimizer, step,
+state, batches.
 
 `fmegatron train` puts them together (train.py); a program may take those that it wants.
 """
@@ -105,7 +106,8 @@ def make_setup(config: TrainConfig, device: torch.device, world: int, *, check_o
 def model_config(config: TrainConfig, tokenizer_vocab: int | None) -> LlamaConfig:
     """The sizes of the model: the preset's, then the overrides. The tiny preset takes the tokenizer's vocabulary.
 
-    Raises UserError for an unknown preset, sizes that do not fit each other, and a vocabulary smaller than the tokenizer's.
+    Raises UserError for an unknown preset, sizes that do not fit each other, and a vocabulary smaller than the
+    tokenizer's.
     """
     if config.model not in LLAMA:
         near = nearest_name(config.model, list(LLAMA))
@@ -198,7 +200,8 @@ class Batches:
         return self._placed(data.batch(step, batch_size=self.size, rows=self.rows, columns=self.columns))
 
     def held_out(self, data: TokenDataset, limit: int | None) -> Iterator[dict[str, torch.Tensor]]:
-        """Every held-out token once, in order; at most `limit` batches. The last is filled with rows that do not count."""
+        """Every held-out token once, in order; at most `limit` batches. The last is filled with rows that do not
+        count."""
         for batch in eval_batches(data, self.size, rows=self.rows, columns=self.columns, limit=limit):
             yield self._placed(batch)
 

@@ -1,6 +1,7 @@
 """From equations and rules to layouts and arrows: pure functions of names, without tensors.
 
-A *layout* maps every atomic mesh axis to the type of a value there: an int d (Shard of dim d), "P", "R", "I", or "?" for an
+A *layout* maps every atomic mesh axis to the type of a value there: an int d (Shard of dim d), "P", "R", "I", or "?"
+    for an
 axis that the side of an equation does not name, where the value keeps whatever type it has.
 """
 
@@ -21,7 +22,8 @@ HeldBy = list[tuple[str, ...]]  # per dim, the axes that hold it, the major one 
 
 
 def axes_of(name: str, mesh: Mesh, rules: Rules) -> tuple[str, ...]:
-    """The atomic axes on which a dim lies. A plain name without a row is an error, so that a typo never means unsharded."""
+    """The atomic axes on which a dim lies. A plain name without a row is an error, so that a typo never means
+    unsharded."""
     row = rules.compute.get(name, ...)
     if row is ...:
         row = rules.compute.get(base(name), ...)
@@ -58,7 +60,8 @@ def steps_between(
 ) -> tuple[Step, ...]:
     """The arrows that take a value from one layout to another; all axes with the same arrow go in one collective.
 
-    A dim loses its last axes first and gains them in order. Raises ShardingError for R -> I and R -> S, which have no arrow,
+    A dim loses its last axes first and gains them in order. Raises ShardingError for R -> I and R -> S, which have
+    no arrow,
     and for a change that would need a permutation.
     """
     todo: dict[str, list[str]] = {}
@@ -80,7 +83,9 @@ def steps_between(
     while todo:
         step = next((s for s in _candidates(todo, mesh, now, have, want) if s is not None), None)
         if step is None:
-            raise ShardingError(f"{where}: {have} -> {want} would permute the axes of a dim: list them in the same order")
+            raise ShardingError(
+                f"{where}: {have} -> {want} would permute the axes of a dim: list them in the same order"
+            )
         for dim, gone in step.leaves:
             now[dim] = now[dim][: -len(gone)]
         for dim, come in step.enters:
@@ -125,10 +130,13 @@ def reshape_plan(equation: Equation, mesh: Mesh, rules: Rules) -> tuple[tuple[St
     return steps_between(mesh, source, target, have, want, repr(equation.text)), source, target
 
 
-def contraction_plan(equation: Equation, mesh: Mesh, rules: Rules) -> tuple[tuple[Step, ...], list[Layout], Layout, Layout]:
+def contraction_plan(
+    equation: Equation, mesh: Mesh, rules: Rules
+) -> tuple[tuple[Step, ...], list[Layout], Layout, Layout]:
     """(steps, layouts of the operands, raw layout of the local result, target) of `sh.dot` and `sh.sum`.
 
-    A contraction over a sharded dim leaves the local result Partial, and the output resolves it: to S where an output dim
+    A contraction over a sharded dim leaves the local result Partial, and the output resolves it: to S where an
+        output dim
     takes the axis, to R where a `|` names it, else to I.
     """
     text, out = repr(equation.text), equation.output
@@ -137,14 +145,21 @@ def contraction_plan(equation: Equation, mesh: Mesh, rules: Rules) -> tuple[tupl
     names = [base(n) for n in out.dims]
     raw: Layout = {}
     for axis in mesh.sizes:
-        labels = [base(s.dims[t]) if isinstance(t := lay[axis], int) else None for s, lay in zip(equation.inputs, lays, strict=True)]
+        labels = [
+            base(s.dims[t]) if isinstance(t := lay[axis], int) else None
+            for s, lay in zip(equation.inputs, lays, strict=True)
+        ]
         found = {n for n in labels if n}
         if len(found) > 1:
-            raise ShardingError(f"{text}: mesh axis {axis!r} shards {' and '.join(sorted(found))}, two dims of one product")
+            raise ShardingError(
+                f"{text}: mesh axis {axis!r} shards {' and '.join(sorted(found))}, two dims of one product"
+            )
         name = next(iter(found), None)
         for side, label in zip(equation.inputs, labels, strict=True):
             if name and label is None and name in [base(n) for n in side.dims]:
-                raise ShardingError(f"{text}: {name!r} lies on mesh axis {axis!r} in one operand only: write it alike in both")
+                raise ShardingError(
+                    f"{text}: {name!r} lies on mesh axis {axis!r} in one operand only: write it alike in both"
+                )
         raw[axis] = "?" if name is None else names.index(name) if name in names else "P"
         # where no dim uses an axis, the value keeps its type: products neither enter nor leave a region
         if raw[axis] == "?" and not isinstance(target[axis], int):
@@ -158,13 +173,17 @@ def contraction_plan(equation: Equation, mesh: Mesh, rules: Rules) -> tuple[tupl
     return steps, lays, raw, target
 
 
-def resolve_plan(side: Side, partial: Sequence[str], to: Side, mesh: Mesh, rules: Rules) -> tuple[tuple[Step, ...], Layout, Layout]:
+def resolve_plan(
+    side: Side, partial: Sequence[str], to: Side, mesh: Mesh, rules: Rules
+) -> tuple[tuple[Step, ...], Layout, Layout]:
     """(steps, source, target) for a value that is Partial on the axes of the dims `partial`."""
     source = layout(side, mesh, rules)
     for name in partial:
         for axis in axes_of(name, mesh, rules):
             if isinstance(source[axis], int):
-                raise ShardingError(f"{str(side)!r}: mesh axis {axis!r} holds a dim and cannot be Partial over {name!r} too")
+                raise ShardingError(
+                    f"{str(side)!r}: mesh axis {axis!r} holds a dim and cannot be Partial over {name!r} too"
+                )
             source[axis] = "P"
     target = layout(to, mesh, rules)
     for axis in mesh.sizes:
@@ -179,7 +198,8 @@ def stored(
 ) -> tuple[HeldBy, HeldBy]:
     """(held in equations, held at rest) of a parameter, per dim. `own`: types by atomic axis that replace the rules'.
 
-    At rest the store axes that its dims do not use go together on the largest free dim that their product divides, else behind
+    At rest the store axes that its dims do not use go together on the largest free dim that their product divides,
+    else behind
     a sharded one as the inner split, else nowhere. Raises ShardingError when a size does not divide.
     """
     side = Side(tuple(names))
@@ -192,7 +212,9 @@ def stored(
     for name, by in zip(names, compute, strict=True):
         for axis in by:
             if axis in seen:
-                raise ShardingError(f"mesh axis {axis!r} would shard both {seen[axis]!r} and {name!r} of {str(side)!r}: change one of their rules")
+                raise ShardingError(
+                    f"mesh axis {axis!r} would shard both {seen[axis]!r} and {name!r} of {str(side)!r}: change one of their rules"
+                )
             seen[axis] = name
     for name, size, by in zip(names, shape, compute, strict=True):
         if size % mesh.size(by):

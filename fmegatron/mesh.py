@@ -62,7 +62,8 @@ class Mesh:
         return torch.device(self.device_type)
 
     def expand(self, axes: Axes) -> tuple[str, ...]:
-        """None, a name or a sequence of names -> ordered tuple of atomic axes. Raises ShardingError for an unknown name."""
+        """None, a name or a sequence of names -> ordered tuple of atomic axes. Raises ShardingError for an unknown
+        name."""
         if axes is None:
             return ()
         if not isinstance(axes, str):
@@ -98,7 +99,9 @@ class Mesh:
 
     def _make_group(self, key: tuple[str, ...]) -> Any:
         if self._ranks is None or self.device_mesh is None:
-            raise UserError("this mesh is abstract: it answers questions about layouts and runs nothing; make_mesh(…) without abstract=True")
+            raise UserError(
+                "this mesh is abstract: it answers questions about layouts and runs nothing; make_mesh(…) without abstract=True"
+            )
         if len(key) == 1:
             return (self.device_mesh, self.order.index(key[0]))
         every = list(self.sizes)
@@ -154,7 +157,9 @@ def parse_axes(text: str, *, argument: str = "mesh") -> dict[str, int]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = (s.strip() for s in part.partition("="))
         if not name.isidentifier() or not number.isdigit() or int(number) < 1:
-            raise UserError(f'{argument} {text!r}: {part!r} is not "axis=size" with a size of 1 or more, such as "dp=2,tp=2"')
+            raise UserError(
+                f'{argument} {text!r}: {part!r} is not "axis=size" with a size of 1 or more, such as "dp=2,tp=2"'
+            )
         if name in sizes:
             raise UserError(f"{argument} {text!r} names axis {name!r} twice")
         sizes[name] = int(number)
@@ -225,9 +230,12 @@ def _plain_arange(n: int) -> torch.Tensor:
 
 
 def _refine(factorings: list[dict[str, int]]) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """The common refinement of several factorings of one number of ranks: ({atomic axis: size}, {name: atomic axes})."""
+    """The common refinement of several factorings of one number of ranks: ({atomic axis: size}, {name: atomic
+    axes})."""
     total = math.prod(factorings[0].values())
-    spans: dict[str, tuple[int, int]] = {}  # name -> (stride of its end, stride of its start), counted from the last axis
+    spans: dict[
+        str, tuple[int, int]
+    ] = {}  # name -> (stride of its end, stride of its start), counted from the last axis
     cuts = {1, total}
     for factoring in factorings:
         if math.prod(factoring.values()) != total:

@@ -40,7 +40,8 @@ class Precision:
 
     params: parameters at rest, unless a `Param` says its own.
     compute: what equations read; None means as `params`. Parameters are cast before they are gathered.
-    reduce: gradients while they are summed over ranks and microbatches; None means fp32, or as compute when that is wider.
+    reduce: gradients while they are summed over ranks and microbatches; None means fp32, or as compute when that is
+        wider.
     master: the copy that the optimizer updates; None means `params`. A wider copy lives in the optimizer's state.
     """
 

@@ -1,4 +1,5 @@
-"""What can be said of a run's settings by looking at the disk alone. No torch here: a mistake is told before any rank starts."""
+"""What can be said of a run's settings by looking at the disk alone. No torch here: a mistake is told before any
+rank starts."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def holds_run(out: Path) -> bool:
 
 
 def check_out(config: TrainConfig) -> None:
-    """Raises UserError when the run's folder holds a run already (without --resume), none (with it), or cannot be written."""
+    """Raises UserError when the run's folder holds a run already (without --resume), none (with it), or cannot be
+    written."""
     out = Path(config.out)
     existing = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -30,7 +32,9 @@ def check_out(config: TrainConfig) -> None:
     if config.resume and not holds_run(out):
         raise UserError(f"--resume: --out {config.out} holds no run; leave --resume out to start one there")
     if holds_run(out) and not config.resume:
-        raise UserError(f"--out {config.out} holds a run already: add --resume to go on with it, or name another folder")
+        raise UserError(
+            f"--out {config.out} holds a run already: add --resume to go on with it, or name another folder"
+        )
 
 
 def check_data(config: TrainConfig) -> None:

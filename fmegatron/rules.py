@@ -10,7 +10,8 @@ from fmegatron.mesh import Axes, Mesh
 
 @dataclass(frozen=True)
 class Rules:
-    """compute: dim -> mesh axis, ordered tuple of axes, or None (not sharded). Every dim needs a row: a misspelt name is an
+    """compute: dim -> mesh axis, ordered tuple of axes, or None (not sharded). Every dim needs a row: a misspelt
+    name is an
     error, never "unsharded". A name with a mark (`seq*`, `batch'`: another layout of the same dim) falls back on the
     plain name's row.
 

@@ -4,8 +4,10 @@
     h = sh(rms_norm(x, scale), "batch seq* embed -> batch seq embed | heads")
     q = sh.dot(h, w, "batch seq embed, embed heads -> batch seq heads")
 
-Inside a step values are local tensors, and collectives happen only where an equation asks for another layout. Without a mesh
-every method is plain mathematics. An axis that no dim and no `|` of an equation names keeps its type; one named on the left
+Inside a step values are local tensors, and collectives happen only where an equation asks for another layout.
+Without a mesh
+every method is plain mathematics. An axis that no dim and no `|` of an equation names keeps its type; one named on
+the left
 only becomes Invariant; `|` names the dims whose axes a value enters to be read by work that differs along them.
 """
 
@@ -75,8 +77,10 @@ class Sharding:
     # ------------------------------------------------------------------------------------------------------- equations
 
     def __call__(self, x: torch.Tensor, equation: str | None = None, **placements: tuple[Any, Any]) -> torch.Tensor:
-        """x in another layout: by names, sh(x, "batch seq* embed -> batch seq embed | heads"), or by placements per mesh axis,
-        source and target, sh(x, tp=(Partial(), Shard(1))). Both sides of an equation name the same dims in the same order."""
+        """x in another layout: by names, sh(x, "batch seq* embed -> batch seq embed | heads"), or by placements per
+        mesh axis,
+        source and target, sh(x, tp=(Partial(), Shard(1))). Both sides of an equation name the same dims in the same
+        order."""
         if self.mesh is None:
             return x
         if equation is None:
@@ -84,13 +88,16 @@ class Sharding:
             return self._moved(x, steps, source, target, f"sh(…, {placements})")
         steps, source, target = self._plan(("move", equation), self._plan_move, equation)
         if x.ndim != self._ndim(equation):
-            raise ShardingError(f"{equation!r} names {self._ndim(equation)} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}")
+            raise ShardingError(
+                f"{equation!r} names {self._ndim(equation)} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}"
+            )
         return self._moved(x, steps, source, target, equation)
 
     def dot(self, x: torch.Tensor, w: torch.Tensor, equation: str, *, name: str = "dot") -> torch.Tensor:
         """The product of two values over named dims: sh.dot(x, w, "batch seq embed, embed mlp -> batch seq mlp").
 
-        A contraction over a sharded dim is summed before it returns: by reduce-scatter where an output dim takes the axis, else
+        A contraction over a sharded dim is summed before it returns: by reduce-scatter where an output dim takes the
+            axis, else
         by all-reduce. `name` is what `remat` policies call this computation.
         """
         parsed = parse_equation(equation, 2)
@@ -131,14 +138,17 @@ class Sharding:
         return self.check.equation((x,), lays, y, raw, target, equation) if self.check else y
 
     def resolve(self, x: torch.Tensor, side: str, *, partial: str, to: str) -> torch.Tensor:
-        """x, of the layout `side` but Partial on the axes of the dims `partial`, in the layout `to`: what a primitive says of a
+        """x, of the layout `side` but Partial on the axes of the dims `partial`, in the layout `to`: what a
+        primitive says of a
         result of which each rank has a summand, such as a lookup in a sharded vocabulary."""
         if self.mesh is None:
             return x
         steps, source, target = self._plan(("resolve", side, partial, to), self._plan_resolve, side, partial, to)
         return self._moved(x, steps, source, target, f"{side} -> {to}", partial=True)
 
-    def primitive(self, f: Callable[..., Any], args: Sequence[Any], sides: Sequence[str | None], out: str | Sequence[str]) -> Any:
+    def primitive(
+        self, f: Callable[..., Any], args: Sequence[Any], sides: Sequence[str | None], out: str | Sequence[str]
+    ) -> Any:
         """f(*args), a local function that mixes or indexes along dims and is trusted for it. It declares one side of an
         equation per argument (None for what is no tensor) and one per result, which the checking mode compares."""
         if self.check is None:
@@ -154,16 +164,20 @@ class Sharding:
             self.check.result(x, args, self._layout(text))
         return y
 
-    # ---------------------------------------------------------------------------------------------------- global indices
+    # ---------------------------------------------------------------------------------------------------- global
+    # indices
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The atomic mesh axes larger than one on which a dim lies; () without a mesh."""
         return self.mesh.live(lay.axes_of(dim, self.mesh, self.rules)) if self.mesh is not None else ()
 
     def index(self, dim: str, n: int, *, device: torch.device | str | None = None) -> torch.Tensor:
-        """The global positions that this rank holds of a dim of global size n: int64, one dim. The only source of positions,
+        """The global positions that this rank holds of a dim of global size n: int64, one dim. The only source of
+        positions,
         masks, counters of dropout and token order, whatever the placement."""
-        positions = self.positions(lay.axes_of(dim, self.mesh, self.rules) if self.mesh is not None else (), n, dim, device)
+        positions = self.positions(
+            lay.axes_of(dim, self.mesh, self.rules) if self.mesh is not None else (), n, dim, device
+        )
         if self.check is None:
             return positions
         assert self.mesh is not None
@@ -194,10 +208,12 @@ class Sharding:
             )
         return n // size
 
-    # -------------------------------------------------------------------------------------------------------- parameters
+    # --------------------------------------------------------------------------------------------------------
+    # parameters
 
     def use(self, params: Any, spec: Any) -> Any:
-        """Parameters at rest -> the values that equations read: cast to the compute dtype, then gathered. Differentiable: gradients
+        """Parameters at rest -> the values that equations read: cast to the compute dtype, then gathered.
+        Differentiable: gradients
         arrive in the layout at rest, summed over the dims in `over`, reduced in `precision.reduce`.
 
         params, spec: trees of one structure (or one leaf and its Param).
@@ -247,7 +263,9 @@ class Sharding:
         """This rank's part of a global tensor: local, of the layout that `dims` stands for."""
         side = parse_side(dims)
         if x.ndim != len(side.dims):
-            raise ShardingError(f"{dims!r} names {len(side.dims)} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}")
+            raise ShardingError(
+                f"{dims!r} names {len(side.dims)} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}"
+            )
         x = x if self.mesh is None else everywhere(self.mesh, x)
         for d, name in enumerate(side.dims):
             if self.axes(name):
@@ -268,7 +286,8 @@ class Sharding:
         return _map_params(self.shard_param, values, spec)
 
     def place(self, x: torch.Tensor, dims: str, shape: Sequence[int]) -> torch.Tensor:
-        """A local part of a value of global `shape` as a DTensor at rest; x itself on one rank. Dims that lie on several axes
+        """A local part of a value of global `shape` as a DTensor at rest; x itself on one rank. Dims that lie on
+        several axes
         must list them in the mesh's order."""
         if self.mesh is None or self.mesh.device_mesh is None:
             return x
@@ -293,7 +312,11 @@ class Sharding:
         return param.dtype or self.precision.params
 
     def reduce_dtype(self, param: Param) -> torch.dtype:
-        return torch.promote_types(self.precision.reduce_dtype, param.dtype) if param.dtype else self.precision.reduce_dtype
+        return (
+            torch.promote_types(self.precision.reduce_dtype, param.dtype)
+            if param.dtype
+            else self.precision.reduce_dtype
+        )
 
     @property
     def device(self) -> torch.device:
@@ -301,7 +324,8 @@ class Sharding:
         return self.mesh.device if self.mesh is not None else torch.device("cpu")
 
     def inner(self, a: Any, b: Any, spec: Any) -> torch.Tensor:
-        """The inner product of two trees of parameters at rest (local tensors, as in a step), over all elements of all ranks: a
+        """The inner product of two trees of parameters at rest (local tensors, as in a step), over all elements of
+        all ranks: a
         penalty, or the directional derivative whose gradient is a Hessian-vector product. Differentiable."""
         total: Any = 0.0
         for x, y, param in zip(tree.leaves(a), tree.leaves(b), params_of(spec).values(), strict=True):
@@ -311,7 +335,8 @@ class Sharding:
             total = total + (self(part, None, **steps) if held else part)
         return total
 
-    # --------------------------------------------------------------------------------------------- layouts, for the reader
+    # --------------------------------------------------------------------------------------------- layouts, for the
+    # reader
 
     @property
     def axis_order(self) -> tuple[str, ...]:
@@ -319,7 +344,8 @@ class Sharding:
         return self.mesh.order if self.mesh is not None else ()
 
     def placements(self, dims: str) -> list[Placement]:
-        """The placements that one side of an equation stands for, in the order of `axis_order`; Invariant where no dim lies."""
+        """The placements that one side of an equation stands for, in the order of `axis_order`; Invariant where no
+        dim lies."""
         if self.mesh is None:
             return []
         types = lay.layout(parse_side(dims), self.mesh, self.rules, rest="I")
@@ -353,7 +379,8 @@ class Sharding:
         return self.mesh.live(a for by in self._stored(param)[1] for a in by) if self.mesh is not None else ()
 
     def check_spec(self, spec: Any) -> None:
-        """Raises ShardingError, naming parameter and sizes, when a spec has no layout under these rules; and when a row of the
+        """Raises ShardingError, naming parameter and sizes, when a spec has no layout under these rules; and when a
+        row of the
         rules is for a dim that neither the spec nor `rules.activations` knows."""
         if self.mesh is None:
             return
@@ -382,7 +409,8 @@ class Sharding:
 
         return explain(self, equation, sizes)
 
-    # ------------------------------------------------------------------------------------------------------------- plans
+    # -------------------------------------------------------------------------------------------------------------
+    # plans
 
     def _plan(self, key: Any, make: Callable[..., Any], *args: Any) -> Any:
         """A plan is made once per equation. Under torch.compile it is made while tracing and costs nothing later."""
@@ -400,7 +428,9 @@ class Sharding:
         parsed = parse_equation(equation, 1)
         left, right = parsed.inputs[0].dims, parsed.output.dims
         if len(left) != len(right):
-            raise ShardingError(f"{equation!r} has {len(left)} dims on its left and {len(right)} on its right: sh(x, …) only moves a value")
+            raise ShardingError(
+                f"{equation!r} has {len(left)} dims on its left and {len(right)} on its right: sh(x, …) only moves a value"
+            )
         return lay.reshape_plan(parsed, self.mesh, self.rules)  # type: ignore[arg-type]
 
     def _plan_contraction(self, equation: str, operands: int) -> Any:
@@ -409,7 +439,9 @@ class Sharding:
     def _plan_max(self, equation: str) -> Any:
         steps, lays, raw, target = self._plan_contraction(equation, 1)
         if any(step.kind not in ("P>I", "P>R") for step in steps):
-            raise ShardingError(f"{equation!r}: sh.max only reduces; move the value to another layout with sh(x, …) first")
+            raise ShardingError(
+                f"{equation!r}: sh.max only reduces; move the value to another layout with sh(x, …) first"
+            )
         return steps, lays, raw, target
 
     def _plan_resolve(self, side: str, partial: str, to: str) -> Any:
@@ -430,10 +462,12 @@ class Sharding:
     def _over(self, param: Param) -> tuple[str, ...]:
         assert self.mesh is not None
         if param.over is None:
-            if self.mesh.world == 1 or self.check is not None:  # nothing is summed; the checking mode finds the types itself
+            if (
+                self.mesh.world == 1 or self.check is not None
+            ):  # nothing is summed; the checking mode finds the types itself
                 return ()
             raise ShardingError(
-                f"Param {param.dims!r} does not say what it is applied `over`: give over=\"batch seq\" or the like, "
+                f'Param {param.dims!r} does not say what it is applied `over`: give over="batch seq" or the like, '
                 "or infer it with spec = infer_over(loss, spec, batch)"
             )
         return tuple(a for n in parse_side(param.over).dims for a in lay.axes_of(n, self.mesh, self.rules))
@@ -446,7 +480,9 @@ class Sharding:
         for name, placement in param.placements.items():
             kind = type_of(placement)
             if kind == "P" or isinstance(kind, int) and kind >= len(param.shape):
-                raise ShardingError(f"Param {param.dims!r}: placement {placement} on {name!r} is no layout of a parameter of {len(param.shape)} dims")
+                raise ShardingError(
+                    f"Param {param.dims!r}: placement {placement} on {name!r} is no layout of a parameter of {len(param.shape)} dims"
+                )
             found |= dict.fromkeys(self.mesh.expand(name), kind)
         return found
 
@@ -462,13 +498,17 @@ class Sharding:
         assert self.mesh is not None
         return lay.layout(parse_side(side), self.mesh, self.rules)
 
-    def _by_placements(self, ndim: int, placements: dict[str, tuple[Any, Any]]) -> tuple[tuple[Step, ...], lay.Layout, lay.Layout]:
+    def _by_placements(
+        self, ndim: int, placements: dict[str, tuple[Any, Any]]
+    ) -> tuple[tuple[Step, ...], lay.Layout, lay.Layout]:
         assert self.mesh is not None
         source: lay.Layout = dict.fromkeys(self.mesh.sizes, "?")
         target: lay.Layout = dict.fromkeys(self.mesh.sizes, "?")
         for name, pair in placements.items():
             if not isinstance(pair, tuple) or len(pair) != 2:
-                raise ShardingError(f"sh(x, {name}={pair!r}): give (source, target), such as {name}=(Partial(), Shard(1))")
+                raise ShardingError(
+                    f"sh(x, {name}={pair!r}): give (source, target), such as {name}=(Partial(), Shard(1))"
+                )
             for axis in self.mesh.expand(name):
                 source[axis], target[axis] = type_of(pair[0]), type_of(pair[1])
         for types in (source, target):
@@ -478,7 +518,8 @@ class Sharding:
         have, want = ([tuple(a for a in self.mesh.order if t[a] == d) for d in range(ndim)] for t in (source, target))
         return lay.steps_between(self.mesh, source, target, have, want, f"sh(x, {placements})"), source, target
 
-    # ----------------------------------------------------------------------------------------------------------- running
+    # -----------------------------------------------------------------------------------------------------------
+    # running
 
     def _run(self, x: torch.Tensor, steps: tuple[Step, ...]) -> torch.Tensor:
         return apply_function(Move, x, self.mesh, steps, NO_CAST) if steps else x
@@ -507,7 +548,9 @@ class Sharding:
         parsed = parse_equation(equation, 1)
         left, right = [base(n) for n in parsed.inputs[0].dims], [base(n) for n in parsed.output.dims]
         if len(left) != x.ndim:
-            raise ShardingError(f"{equation!r} names {len(left)} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}")
+            raise ShardingError(
+                f"{equation!r} names {len(left)} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}"
+            )
         if [n for n in left if n in right] != right:
             raise ShardingError(f"{equation!r}: the output must name dims of the input, in their order")
         return [d for d, n in enumerate(left) if n not in right]
@@ -541,7 +584,8 @@ def _map_params(f: Callable[[torch.Tensor, Param], torch.Tensor], params: Any, s
 
 
 def placements(spec: Any, mesh: Mesh, rules: Rules) -> Any:
-    """The DTensor placements of every parameter at rest, as a tree like `spec` of tuples in the order of the mesh's DeviceMesh.
+    """The DTensor placements of every parameter at rest, as a tree like `spec` of tuples in the order of the mesh's
+    DeviceMesh.
 
     Raises ShardingError for rules, sizes or dims that do not fit, naming the parameter.
     """

@@ -35,7 +35,8 @@ def is_local(x: Any) -> bool:
 
 @contextlib.contextmanager
 def simulate(world: int) -> Iterator[None]:
-    """Run the body as `world` ranks at once, on CPU or on one GPU. Must not be nested, nor used beside real processes."""
+    """Run the body as `world` ranks at once, on CPU or on one GPU. Must not be nested, nor used beside real
+    processes."""
     from torch.distributed._local_tensor import LocalTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -77,7 +78,8 @@ def per_rank(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def each_rank(f: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
-    """f(*args) rank by rank where an argument is simulated: much faster than through the dispatcher for an f of many operations.
+    """f(*args) rank by rank where an argument is simulated: much faster than through the dispatcher for an f of many
+    operations.
 
     Without a graph: for use inside a Function, where gradients are not recorded.
     """

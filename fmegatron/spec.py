@@ -101,7 +101,8 @@ def count(spec: Any) -> int:
 def init(spec: Any, key: Key, *, sh: Sharding | None = None, device: torch.device | str | None = None) -> Any:
     """The initial parameters. Each rank makes only its own shards; the global value is the same on every mesh.
 
-    Leaves are DTensors on a mesh of more than one rank, else plain tensors. A leaf's key is folded with its name, so that
+    Leaves are DTensors on a mesh of more than one rank, else plain tensors. A leaf's key is folded with its name, so
+    that
     adding a layer changes no other leaf.
     """
     from fmegatron.sharding import Sharding
@@ -135,7 +136,8 @@ def abstract(spec: Any, *, sh: Sharding | None = None) -> Any:
 
 
 def describe(spec: Any, *, sh: Sharding | None = None) -> str:
-    """A readable table of a spec: name, shape, dims, what it is applied across, placements, elements and bytes per rank."""
+    """A readable table of a spec: name, shape, dims, what it is applied across, placements, elements and bytes per
+    rank."""
     from fmegatron.sharding import Sharding
 
     sh = sh or Sharding()

@@ -35,7 +35,8 @@ class TrainState:
     """All that a step changes.
 
     step: steps made so far. params, opt: trees at rest. key: from which each step folds its own.
-    extras: what changes without a gradient (router biases, scaling histories), updated by `update_extras` of `train_step`.
+    extras: what changes without a gradient (router biases, scaling histories), updated by `update_extras` of
+        `train_step`.
     """
 
     step: int
@@ -70,7 +71,8 @@ optree.register_pytree_node(
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient is infinite or not a number. step: the number of the step, from 1; leaf: the first such value's name."""
+    """A loss or a gradient is infinite or not a number. step: the number of the step, from 1; leaf: the first such
+    value's name."""
 
     def __init__(self, step: int, leaf: str) -> None:
         super().__init__(
@@ -95,12 +97,14 @@ def train_step(
     """step(state, batch) -> (state, metrics) for `loss(params, batch, ctx) -> (terms, stats)`.
 
     weights, microbatches, trainable: as for `accumulate`.
-    donate: reuse the old state's buffers, with the memory of an in-place trainer; using that state again is an error. By default a
+    donate: reuse the old state's buffers, with the memory of an in-place trainer; using that state again is an
+        error. By default a
         step is pure. Both give bitwise the same values.
     check_finite: raise NonFiniteError, before anything is changed, for a loss or gradient that is not finite.
     update_extras: (extras, stats) -> extras, by the step's reduced statistics, outside optimizer and norm.
 
-    metrics: "loss", each term's mean by its name, "tokens" (the first term's weight), "grad_norm", "param_norm", "lr", "stats". Numbers are
+    metrics: "loss", each term's mean by its name, "tokens" (the first term's weight), "grad_norm", "param_norm",
+        "lr", "stats". Numbers are
     0-d tensors, equal on all ranks.
     """
     sh = sh or Sharding()
@@ -132,9 +136,13 @@ def train_step(
     return step
 
 
-def _refuse_non_finite(step: int, total: torch.Tensor, norm: torch.Tensor, terms: Mapping[str, Any], grads: Any) -> None:
+def _refuse_non_finite(
+    step: int, total: torch.Tensor, norm: torch.Tensor, terms: Mapping[str, Any], grads: Any
+) -> None:
     def finite(x: torch.Tensor) -> bool:
-        return all(bool(torch.isfinite(v).all()) for v in per_rank(x)) if simulating() else bool(torch.isfinite(x).all())
+        return (
+            all(bool(torch.isfinite(v).all()) for v in per_rank(x)) if simulating() else bool(torch.isfinite(x).all())
+        )
 
     if finite(total) and finite(norm):
         return
@@ -154,7 +162,8 @@ def evaluate(
 ) -> Callable[[Any, Any], dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """f(params, batch) -> {term: (sum of its items, weight)}, both of the global batch, without gradients.
 
-    Sums and weights of several batches are added before they are divided: the mean over all tokens, not a mean of means.
+    Sums and weights of several batches are added before they are divided: the mean over all tokens, not a mean of
+        means.
     """
     from fmegatron.accumulate import summed
 

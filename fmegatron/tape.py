@@ -94,7 +94,8 @@ class Tape:
         self.tap: torch.Tensor | None = None
 
     def enter(self, name: str, w: torch.Tensor | None = None) -> tuple[Any, list[torch.Tensor] | None]:
-        """Opens a call of the primitive `name` with the weight w: (weight to use, outputs kept in the first run or None)."""
+        """Opens a call of the primitive `name` with the weight w: (weight to use, outputs kept in the first run or
+        None)."""
         self.leaf, self.tap = None, None
         if self.taps and not self.weights:
             self.tap = self.taps[self.call] if self.call < len(self.taps) else None
@@ -150,7 +151,8 @@ class Tape:
 
 
 class Unchanged:
-    """Tensors that are kept for later, and how they were: `check` raises when one of them was changed in place since."""
+    """Tensors that are kept for later, and how they were: `check` raises when one of them was changed in place
+    since."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self.seen = [(t, t._version) for t in tensors]

@@ -1,6 +1,7 @@
 """`fmegatron train`: from text and settings to a trained model.
 
-`run` joins the ranks, prepares the data, makes or loads the state (job.py has the parts), and hands all of it to a `Loop`.
+`run` joins the ranks, prepares the data, makes or loads the state (job.py has the parts), and hands all of it to a
+`Loop`.
 """
 
 from __future__ import annotations
@@ -115,14 +116,17 @@ def run_here(config: TrainConfig, device: torch.device, start: float) -> int:
         if state.step == config.steps and loop.finish(state):
             return 0
         if state.step == config.steps:
-            report.print(f"stopped by {stop.asked} in the last evaluation; all steps are made and saved in {loop.saved}")
+            report.print(
+                f"stopped by {stop.asked} in the last evaluation; all steps are made and saved in {loop.saved}"
+            )
         else:
             again = f"fmegatron train --out {shlex.quote(config.out)} --resume"
             report.print(f"stopped by {stop.asked} after step {state.step}; go on with: {again}")
     return 0
 
 
-# ------------------------------------------------------------------------------------------------------- before the steps
+# ------------------------------------------------------------------------------------------------------- before the
+# steps
 
 
 def newest_checkpoint(config: TrainConfig) -> checkpoint.Info | None:
@@ -148,7 +152,9 @@ def check_same_model(config: TrainConfig, begun: checkpoint.Info) -> LlamaConfig
     wanted = job.model_config(config, saved.vocab)
     wanted = dataclasses.replace(wanted, max_seq=saved.max_seq, init_std=saved.init_std)
     fields = [f.name for f in dataclasses.fields(saved) if f.name != "dropout"]
-    differ = [f"{n} {getattr(saved, n)} (now {getattr(wanted, n)})" for n in fields if getattr(saved, n) != getattr(wanted, n)]
+    differ = [
+        f"{n} {getattr(saved, n)} (now {getattr(wanted, n)})" for n in fields if getattr(saved, n) != getattr(wanted, n)
+    ]
     if differ:
         raise UserError(
             f"--resume: {begun.path} is of another model, with {', '.join(differ)}: leave --model and --model-overrides out, "
@@ -166,7 +172,8 @@ def prepare_data(config: TrainConfig, begun: checkpoint.Info | None) -> Prepared
     """The token files of a run, made from its text or left from before.
 
     A run that goes on keeps its tokenizer, and its token files too unless other data are named now: the text that they
-    were made from need not be there any more. Raises UserError for bad data, or another tokenizer than the checkpoint's.
+    were made from need not be there any more. Raises UserError for bad data, or another tokenizer than the
+    checkpoint's.
     """
     folder = Path(config.out) / "data"
     tokenizer: str | Path | None = config.tokenizer
@@ -219,7 +226,8 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def open_data(config: TrainConfig, data: Prepared) -> tuple[TokenDataset, TokenDataset]:
-    """(training data in their order, held-out data in sequence). Raises UserError for sequences longer than the data."""
+    """(training data in their order, held-out data in sequence). Raises UserError for sequences longer than the
+    data."""
     length, name = config.batch.seq_len, config.data or "the standard library"
     if data.train.tokens <= length:
         fix = f"use at most {data.train.tokens - 1}, or give more text" if data.train.tokens > 1 else "give more text"
@@ -251,7 +259,8 @@ def on_first_rank(f: Callable[[], T]) -> T:
 
 @contextmanager
 def nothing_left_behind(out: Path, rank: int) -> Iterator[None]:
-    """When the body ends in a UserError, the first rank takes away what it wrote: a refused run leaves the disk as it was."""
+    """When the body ends in a UserError, the first rank takes away what it wrote: a refused run leaves the disk as
+    it was."""
     missing = [p for p in (out / "data", out, *out.parents) if not p.exists()]  # the innermost first
     try:
         yield
@@ -264,7 +273,8 @@ def nothing_left_behind(out: Path, rank: int) -> Iterator[None]:
         raise
 
 
-# --------------------------------------------------------------------------------------------------------------- the loop
+# --------------------------------------------------------------------------------------------------------------- the
+# loop
 
 
 class Loop:
@@ -367,7 +377,8 @@ class Loop:
         say(f"out                   {config.out}{going_on}")
 
     def finish(self, state: TrainState) -> bool:
-        """Evaluate on all held-out text, draw the curve, show a sample, and say what can be done next. False: stopped."""
+        """Evaluate on all held-out text, draw the curve, show a sample, and say what can be done next. False:
+        stopped."""
         report, config, data = self.report, self.config, self.data
         loss, tokens = self.held_out(state, None, until_stopped=True)
         if self.stop.agreed():
@@ -402,7 +413,8 @@ class Loop:
         return text.splitlines()[0] if text else "The "
 
     def show_sample(self, state: TrainState) -> None:
-        """Text that the model writes, made on the first rank from all parameters; on several ranks those must be few."""
+        """Text that the model writes, made on the first rank from all parameters; on several ranks those must be
+        few."""
         setup, spec, report = self.run.setup, self.run.spec, self.report
         size = count(spec) * setup.precision.params.itemsize
         if setup.mesh.world > 1 and size > SAMPLE_BYTES:

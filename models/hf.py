@@ -60,7 +60,8 @@ SHOWN = 8  # names listed in an error
 
 @dataclasses.dataclass(frozen=True)
 class HFTensor:
-    """A Hugging Face tensor: its name, and how it lays out our dims, "(kv group head) embed" (brackets: one of its dims)."""
+    """A Hugging Face tensor: its name, and how it lays out our dims, "(kv group head) embed" (brackets: one of its
+    dims)."""
 
     name: str
     dims: str
@@ -241,7 +242,8 @@ def save_hf(
     overwrite: replace these files in a folder that something else made; other files in it stay. A folder that holds
         nothing but an earlier export is replaced without asking.
 
-    All of it appears at once, by a rename. Raises UserError, on all ranks and with nothing written, for a folder that is
+    All of it appears at once, by a rename. Raises UserError, on all ranks and with nothing written, for a folder
+    that is
     in use or not writable, parameters that are not the model's, and a tokenizer that is larger than the vocabulary.
     """
     folder = Path(os.path.abspath(folder))

@@ -4,7 +4,8 @@
     params = init(model.spec(), key(0))
     logits = model.logits(params, tokens)
 
-Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP. Query heads are two dims, `kv group`: each kv
+Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP. Query heads are two dims, `kv
+group`: each kv
 head serves a group of query heads, so kv heads fewer than the tensor-parallel ranks need no special case.
 """
 
@@ -47,7 +48,8 @@ class LlamaConfig:
     """Sizes of a Llama.
 
     vocab, embed, layers, mlp: vocabulary, width of the stream, number of blocks, width of the feed-forward part.
-    heads, kv_heads, head: query heads, key and value heads (a divisor of `heads`), size of one head (None: embed / heads).
+    heads, kv_heads, head: query heads, key and value heads (a divisor of `heads`), size of one head (None: embed /
+        heads).
     rope_base, rope_scaling: rotary positions, and Llama 3.1's stretch of them.
     tied: the output matrix is the embedding.
     max_seq: the longest sequence that the model is made for; only a label here.
@@ -59,8 +61,8 @@ class LlamaConfig:
     layers: int
     heads: int
     mlp: int
-    kv_heads: int | None = None
-    head: int | None = None
+    kv_heads: int = None  # type: ignore[assignment]  # None is replaced at once
+    head: int = None  # type: ignore[assignment]
     rope_base: float = 10000.0
     rope_scaling: Llama3Scaling | None = None
     norm_eps: float = 1e-5
@@ -74,28 +76,33 @@ class LlamaConfig:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.head is None:
             if self.embed % self.heads:
-                raise UserError(f"embed={self.embed} does not divide by heads={self.heads}: give the size of one head=…")
+                raise UserError(
+                    f"embed={self.embed} does not divide by heads={self.heads}: give the size of one head=…"
+                )
             object.__setattr__(self, "head", self.embed // self.heads)
         for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"{name}={value!r} must be an int of 1 or more")
-        if self.heads % self.kv_heads:  # type: ignore[operator]
-            raise UserError(f"heads={self.heads} does not divide by kv_heads={self.kv_heads}: each kv head serves equally many")
-        if self.head % 2:  # type: ignore[operator]
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"heads={self.heads} does not divide by kv_heads={self.kv_heads}: each kv head serves equally many"
+            )
+        if self.head % 2:
             raise UserError(f"head={self.head} must be even: rotary positions turn features in pairs")
 
     @property
     def group(self) -> int:
         """Query heads that share a kv head."""
-        return self.heads // self.kv_heads  # type: ignore[operator]
+        return self.heads // self.kv_heads
 
 
 @dataclass(frozen=True)
 class Llama:
     """The functions of a Llama and its sizes; it holds no parameters.
 
-    save: what a block keeps for its backward, a policy of `remat` (`nothing`, `everything`, `names("attention")`, a predicate).
+    save: what a block keeps for its backward, a policy of `remat` (`nothing`, `everything`, `names("attention")`, a
+        predicate).
     compile: compile the block (torch.compile), or its options.
     """
 
@@ -124,23 +131,25 @@ class Llama:
         # the two matrices that write to the stream start smaller, so that its variance does not grow with depth (GPT-2)
         std, out = Normal(c.init_std), Normal(c.init_std / math.sqrt(2 * c.layers))
         token, norm = "batch seq", Param((c.embed,), "embed", Ones(), over="batch seq*")
-        kv = Param((c.embed, c.kv_heads, c.head), "embed kv head", std, over="batch seq group")  # type: ignore[arg-type]
+        kv = Param((c.embed, c.kv_heads, c.head), "embed kv head", std, over="batch seq group")
         return {
             "norm1": norm,
-            "q": Param((c.embed, c.kv_heads, c.group, c.head), "embed kv group head", std, over=token),  # type: ignore[arg-type]
+            "q": Param((c.embed, c.kv_heads, c.group, c.head), "embed kv group head", std, over=token),
             "k": kv,
             "v": kv,
-            "o": Param((c.kv_heads, c.group, c.head, c.embed), "kv group head embed", out, over=token),  # type: ignore[arg-type]
+            "o": Param((c.kv_heads, c.group, c.head, c.embed), "kv group head embed", out, over=token),
             "norm2": norm,
             "gate": Param((c.embed, c.mlp), "embed mlp", std, over=token),
             "up": Param((c.embed, c.mlp), "embed mlp", std, over=token),
             "down": Param((c.mlp, c.embed), "mlp embed", out, over=token),
         }
 
-    # ------------------------------------------------------------------------------------------- the parts of a pipeline
+    # ------------------------------------------------------------------------------------------- the parts of a
+    # pipeline
 
     def context(self, batch: Mapping[str, Tensor], ctx: Ctx) -> Ctx:
-        """ctx with what every block reads of a batch: global positions, documents, and the rotary table of the positions."""
+        """ctx with what every block reads of a batch: global positions, documents, and the rotary table of the
+        positions."""
         sh, tokens = ctx.sh, batch["tokens"]
         positions = batch.get("positions", ctx.positions)
         if positions is None:
@@ -148,7 +157,7 @@ class Llama:
             positions = sh.index("seq", tokens.shape[1] * ranks, device=tokens.device)
         c = self.config
         dtype = torch.promote_types(sh.precision.compute_dtype, torch.float32)
-        table = rotary_table(positions, c.head, base=c.rope_base, scaling=c.rope_scaling, dtype=dtype)  # type: ignore[arg-type]
+        table = rotary_table(positions, c.head, base=c.rope_base, scaling=c.rope_scaling, dtype=dtype)
         extras = {**(ctx.extras or {}), "rotary": table}
         return ctx.replace(positions=positions, segments=batch.get("segments", ctx.segments), extras=extras)
 
@@ -167,7 +176,9 @@ class Llama:
         x = x + self._feed_forward(p, x, ctx)
         return x if cache is None else (x, cache)
 
-    def head(self, params: Mapping[str, Any], x: Tensor, batch: Mapping[str, Tensor], ctx: Ctx) -> tuple[dict[str, Term], Any]:
+    def head(
+        self, params: Mapping[str, Any], x: Tensor, batch: Mapping[str, Tensor], ctx: Ctx
+    ) -> tuple[dict[str, Term], Any]:
         """stream[batch seq* embed] and labels[batch seq] -> ({"lm": loss of each token}, no statistics)."""
         h, table = self._last(params, x, ctx)
         per_token = linear_cross_entropy(
@@ -185,8 +196,11 @@ class Llama:
 
     # ----------------------------------------------------------------------------------------------------- the whole
 
-    def loss(self, params: Mapping[str, Any], batch: Mapping[str, Tensor], ctx: Ctx | None = None) -> tuple[dict[str, Term], Any]:
-        """The cross-entropy of every token. batch: tokens and labels, int64[batch seq]; optionally mask[batch seq] (1: counts),
+    def loss(
+        self, params: Mapping[str, Any], batch: Mapping[str, Tensor], ctx: Ctx | None = None
+    ) -> tuple[dict[str, Term], Any]:
+        """The cross-entropy of every token. batch: tokens and labels, int64[batch seq]; optionally mask[batch seq]
+        (1: counts),
         segments[batch seq] (packed documents) and positions ([seq] or [batch seq])."""
         ctx = self.context(batch, ctx or Ctx())
         x = self._stack(params["layers"], self.embed(params, batch, ctx), ctx)
@@ -208,26 +222,32 @@ class Llama:
         return ctx.sh.dot(h, table, "batch seq embed, vocab embed -> batch seq vocab", name="head")
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of forward and backward per token: 6 per element of a matrix that a token meets, and
+        """Floating-point operations of forward and backward per token: 6 per element of a matrix that a token meets,
+        and
         6 · seq_len · heads · head per layer for causal attention (each query sees half of the keys on average)."""
         c = self.config
-        per_layer = c.embed * c.head * (2 * c.heads + 2 * c.kv_heads) + 3 * c.embed * c.mlp  # type: ignore[operator]
+        per_layer = c.embed * c.head * (2 * c.heads + 2 * c.kv_heads) + 3 * c.embed * c.mlp
         matrices = c.layers * per_layer + c.embed * c.vocab
-        return 6.0 * matrices + 6.0 * c.layers * seq_len * c.heads * c.head  # type: ignore[operator]
+        return 6.0 * matrices + 6.0 * c.layers * seq_len * c.heads * c.head
 
     # -------------------------------------------------------------------------------------------------- generation
 
-    def cache(self, rows: int, slots: int, *, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> dict[int, Any]:
-        """Room for the keys and values of `slots` tokens of each row: {layer: {"k", "v"}}, each [rows, slots, kv, head]."""
+    def cache(
+        self, rows: int, slots: int, *, dtype: torch.dtype = torch.float32, device: Any = "cpu"
+    ) -> dict[int, Any]:
+        """Room for the keys and values of `slots` tokens of each row: {layer: {"k", "v"}}, each [rows, slots, kv,
+        head]."""
         c = self.config
         shape = (rows, slots, c.kv_heads, c.head)
-        return {i: {n: torch.zeros(shape, dtype=dtype, device=device) for n in "kv"} for i in range(c.layers)}  # type: ignore[arg-type]
+        return {i: {n: torch.zeros(shape, dtype=dtype, device=device) for n in "kv"} for i in range(c.layers)}
 
     def cached(
         self, params: Mapping[str, Any], tokens: Tensor, cache: Any, start: int, ctx: Ctx | None = None, **batch: Tensor
     ) -> Tensor:
-        """Logits[batch vocab] of the token behind `tokens`[batch seq], which fill the slots from `start` on. Keys and values are
-        written into `cache` in place. batch: positions[batch seq], and segments[batch start+seq] when rows begin with padding."""
+        """Logits[batch vocab] of the token behind `tokens`[batch seq], which fill the slots from `start` on. Keys
+        and values are
+        written into `cache` in place. batch: positions[batch seq], and segments[batch start+seq] when rows begin
+        with padding."""
         segments = batch.pop("segments", None)
         rest = {"tokens": tokens, **batch}
         ctx = self.context(rest, ctx or Ctx())
@@ -260,7 +280,9 @@ class Llama:
         positions = sh.index("seq", k.shape[1], device=q.device)
         every = sh(positions, "seq -> kvseq | seq")
         kv_segments = None if segments is None else sh(segments, "batch seq -> batch kvseq | seq")
-        return attention(q, k, v, positions=positions, kv_positions=every, segments=segments, kv_segments=kv_segments, sh=sh)
+        return attention(
+            q, k, v, positions=positions, kv_positions=every, segments=segments, kv_segments=kv_segments, sh=sh
+        )
 
     def _feed_forward(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> Tensor:
         sh = ctx.sh
@@ -272,7 +294,9 @@ class Llama:
     def _dropped(self, y: Tensor, where: str, ctx: Ctx) -> Tensor:
         if not self.config.dropout or ctx.key is None:
             return y
-        return dropout(y, self.config.dropout, fold_in(ctx.key, where), sh=ctx.sh, dims="batch seq* embed", rows=ctx.rows)
+        return dropout(
+            y, self.config.dropout, fold_in(ctx.key, where), sh=ctx.sh, dims="batch seq* embed", rows=ctx.rows
+        )
 
     def _last(self, params: Mapping[str, Any], x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         """(the normed stream in the region of the vocabulary, the output matrix [vocab embed])."""
@@ -313,11 +337,11 @@ LLAMA: dict[str, LlamaConfig] = {
         vocab=128256, embed=8192, layers=80, heads=64, kv_heads=8, mlp=28672, rope_base=500000.0, max_seq=8192
     ),
 }
-_LONG = {"rope_base": 500000.0, "rope_scaling": Llama3Scaling(), "max_seq": 131072}
+_LONG: dict[str, Any] = {"rope_base": 500000.0, "rope_scaling": Llama3Scaling(), "max_seq": 131072}
 LLAMA |= {
-    "llama3.1-8b": replace(LLAMA["llama3-8b"], **_LONG),  # type: ignore[arg-type]
-    "llama3.1-70b": replace(LLAMA["llama3-70b"], **_LONG),  # type: ignore[arg-type]
-    "llama3.1-405b": LlamaConfig(vocab=128256, embed=16384, layers=126, heads=128, kv_heads=8, mlp=53248, **_LONG),  # type: ignore[arg-type]
+    "llama3.1-8b": replace(LLAMA["llama3-8b"], **_LONG),
+    "llama3.1-70b": replace(LLAMA["llama3-70b"], **_LONG),
+    "llama3.1-405b": LlamaConfig(vocab=128256, embed=16384, layers=126, heads=128, kv_heads=8, mlp=53248, **_LONG),
     "llama3.2-1b": LlamaConfig(
         vocab=128256,
         embed=2048,
@@ -326,7 +350,7 @@ LLAMA |= {
         kv_heads=8,
         mlp=8192,
         tied=True,
-        **{**_LONG, "rope_scaling": Llama3Scaling(factor=32.0)},  # type: ignore[arg-type]
+        **{**_LONG, "rope_scaling": Llama3Scaling(factor=32.0)},
     ),
     "llama3.2-3b": LlamaConfig(
         vocab=128256,
@@ -336,7 +360,7 @@ LLAMA |= {
         kv_heads=8,
         mlp=8192,
         tied=True,
-        **{**_LONG, "rope_scaling": Llama3Scaling(factor=32.0)},  # type: ignore[arg-type]
+        **{**_LONG, "rope_scaling": Llama3Scaling(factor=32.0)},
     ),
 }
 
@@ -346,7 +370,10 @@ LLAMA |= {
 
 def hf_map(config: LlamaConfig) -> dict[str, HFTensor]:
     """{our dotted name: the Hugging Face tensor and how it lays out our dims}."""
-    found = {"embed": HFTensor("model.embed_tokens.weight", "vocab embed"), "norm": HFTensor("model.norm.weight", "embed")}
+    found = {
+        "embed": HFTensor("model.embed_tokens.weight", "vocab embed"),
+        "norm": HFTensor("model.norm.weight", "embed"),
+    }
     if not config.tied:
         found["head"] = HFTensor("lm_head.weight", "vocab embed")
     block = {
@@ -361,15 +388,21 @@ def hf_map(config: LlamaConfig) -> dict[str, HFTensor]:
         "down": ("mlp.down_proj", "embed mlp"),
     }
     for i in range(config.layers):
-        found |= {f"layers.{i}.{ours}": HFTensor(f"model.layers.{i}.{name}.weight", dims) for ours, (name, dims) in block.items()}
+        found |= {
+            f"layers.{i}.{ours}": HFTensor(f"model.layers.{i}.{name}.weight", dims)
+            for ours, (name, dims) in block.items()
+        }
     return found
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
-    """The sizes in a config.json. Raises UserError, by name, for a field that changes the mathematics and is not supported."""
+    """The sizes in a config.json. Raises UserError, by name, for a field that changes the mathematics and is not
+    supported."""
     for name in ("attention_bias", "mlp_bias"):
         if hf.get(name):
-            raise UserError(f"config.json: {name}={hf[name]!r} is not supported for llama: only models without biases are")
+            raise UserError(
+                f"config.json: {name}={hf[name]!r} is not supported for llama: only models without biases are"
+            )
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
         raise UserError(f"config.json: hidden_act={hf['hidden_act']!r} is not supported for llama: only silu is")
     if hf.get("pretraining_tp", 1) != 1:
@@ -394,7 +427,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
         layers=hf["num_hidden_layers"],
         heads=hf["num_attention_heads"],
         kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        head=hf.get("head_dim"),
+        head=hf.get("head_dim"),  # type: ignore[arg-type]
         mlp=hf["intermediate_size"],
         rope_base=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
         rope_scaling=scaling,

@@ -1,4 +1,5 @@
-"""The safetensors files of a Hugging Face folder: which tensors there are, parts of one, and writing one tensor at a time."""
+"""The safetensors files of a Hugging Face folder: which tensors there are, parts of one, and writing one tensor at a
+time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Is a layout legal? Asked once, before anything is allocated; the answer to an illegal one names the sizes and a fix."""
+"""Is a layout legal? Asked once, before anything is allocated; the answer to an illegal one names the sizes and a
+fix."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ def check_layout(
     sequence_parallel: bool = False,
     store: Sequence[str] = (),
 ) -> None:
-    """Raises UserError for an axis that divides nothing, and when query heads, batch or sequence cannot be cut as the mesh says.
+    """Raises UserError for an axis that divides nothing, and when query heads, batch or sequence cannot be cut as
+    the mesh says.
 
-    heads: query heads of the model. batch_size: sequences of the global batch. seq_len: tokens of a sequence. store: axes
+    heads: query heads of the model. batch_size: sequences of the global batch. seq_len: tokens of a sequence. store:
+        axes
     that hold parameters at rest.
     """
 
@@ -42,7 +45,9 @@ def check_layout(
             near = difflib.get_close_matches(name, AXES, 1)
             known = ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"--mesh {_shown(mesh)}: nothing is divided over an axis {name!r}{hint} The axes are {known}")
+            raise UserError(
+                f"--mesh {_shown(mesh)}: nothing is divided over an axis {name!r}{hint} The axes are {known}"
+            )
     for name in store:
         if name not in given:
             raise UserError(

@@ -125,7 +125,15 @@ def attention(p, x, sh, bug):
         s = s.masked_fill(kpos[None, :] > pos[:, None], float("-inf"))
         return torch.einsum("bngqk,bknd->bqngd", s.softmax(-1), v)
 
-    sides = (REGION + " head", "batch all kv head", "batch all kv head", REGION + " rope", "batch all rope", "seq", "all")
+    sides = (
+        REGION + " head",
+        "batch all kv head",
+        "batch all kv head",
+        REGION + " rope",
+        "batch all rope",
+        "seq",
+        "all",
+    )
     a = sh.primitive(attend, (q, k, v, qr, kr, pos, kpos), sides, REGION + " head")
     if bug == "region_to_stream":
         x = x + u.mean(1, keepdim=True)
@@ -165,14 +173,17 @@ def moe(p, x, sh, kind, bug):
             moe_no_region="batch seq* embed -> batch' seq' embed | emlp",
         )
         u = sh(n, enter)
-        a, b = (sh.dot(u, p[w], "batch' seq' embed, expert embed emlp -> expert batch' seq' emlp") for w in ("eg", "eu"))
+        a, b = (
+            sh.dot(u, p[w], "batch' seq' embed, expert embed emlp -> expert batch' seq' emlp") for w in ("eg", "eu")
+        )
         y = sh.dot(F.silu(a) * b, p["ed"], "expert batch' seq' emlp, expert emlp embed -> expert batch' seq' embed")
         y = sh.dot(y, g, "expert batch' seq' embed, batch' seq' expert -> batch seq* embed")
     else:  # each expert gets the tokens that picked it, and sends its results back
         u = sh(n[:, :, None] * pick[..., None], "batch seq* route embed -> batch' seq' expert embed")
         u = sh(u, "batch' seq' expert embed -> batch' seq' expert embed | emlp")
         a, b = (
-            sh.dot(u, p[w], "batch' seq' expert embed, expert embed emlp -> batch' seq' expert emlp") for w in ("eg", "eu")
+            sh.dot(u, p[w], "batch' seq' expert embed, expert embed emlp -> batch' seq' expert emlp")
+            for w in ("eg", "eu")
         )
         y = sh.dot(F.silu(a) * b, p["ed"], "batch' seq' expert emlp, expert emlp embed -> batch' seq' expert embed")
         y = (sh(y, "batch' seq' expert embed -> batch seq* route embed") * gate[..., None]).sum(2)

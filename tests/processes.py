@@ -52,7 +52,9 @@ class Pool:
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(timeout):
                 self.close()
-                raise TimeoutError(f"{function.__qualname__}: rank {rank} of {self.world} gave no answer in {timeout} s")
+                raise TimeoutError(
+                    f"{function.__qualname__}: rank {rank} of {self.world} gave no answer in {timeout} s"
+                )
             found.append(pipe.recv())
         for rank, (ok, value) in enumerate(found):
             if not ok:

@@ -1,4 +1,5 @@
-"""torch.func on a whole model: {grad, vjp, vmap of grad, jacrev, Hessian-vector product} × {no mesh, dp × tp with sequence
+"""torch.func on a whole model: {grad, vjp, vmap of grad, jacrev, Hessian-vector product} × {no mesh, dp × tp with
+sequence
 parallelism, FSDP}, each equal to torch.autograd on one device in float64, or refused."""
 
 import pytest
@@ -58,7 +59,10 @@ def transforms(params, vector, batch, sh, spec=SPEC):
     one, (norm, put) = item(batch, 0), some(params)
     found = {}
     found["grad"] = torch.func.grad(loss)(params, one, sh), "params"
-    found["vjp"] = torch.func.vjp(lambda p: loss(p, one, sh), params)[1](torch.tensor(1.0, dtype=torch.float64))[0], "params"
+    found["vjp"] = (
+        torch.func.vjp(lambda p: loss(p, one, sh), params)[1](torch.tensor(1.0, dtype=torch.float64))[0],
+        "params",
+    )
     each = vmap(torch.func.grad(lambda p, b: loss(p, b, sh)), (None, 0), sh=sh, dim="")
     found["vmap(grad)"] = each(params, batch), "items of params"
     each = vmap(lambda b: value_and_grad(lambda p: loss(p, b, sh))(params)[1], sh=sh, dim="")
@@ -87,7 +91,9 @@ def expected():
         flat, p = leaves_of(PARAMS)
         grads.append(torch.autograd.grad(loss(p, item(BATCHES, i), sh), flat))
     found["grad"] = found["vjp"] = tree.like(PARAMS, list(grads[0]))
-    found["vmap(grad)"] = found["vmap(value_and_grad)"] = tree.like(PARAMS, [torch.stack(g) for g in zip(*grads, strict=True)])
+    found["vmap(grad)"] = found["vmap(value_and_grad)"] = tree.like(
+        PARAMS, [torch.stack(g) for g in zip(*grads, strict=True)]
+    )
     flat, p = leaves_of(PARAMS)
     each = rows(p, item(BATCHES, 0), sh)
     found["jacrev"] = torch.stack([torch.autograd.grad(y, p["norm"], retain_graph=True)[0] for y in each])

@@ -61,7 +61,9 @@ def test_greedy_output_is_that_of_transformers(model, params, tmp_path) -> None:
     found = generate_tokens(model, params, PROMPTS, tokens=24)
     for prompt, ours in zip(PROMPTS, found, strict=True):
         ids = torch.tensor([prompt])
-        whole = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0)
+        whole = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0
+        )
         assert ours == whole[0, len(prompt) :].tolist()
     assert len({tuple(f) for f in found}) == len(PROMPTS)  # no constant output that would be right by chance
 
@@ -263,7 +265,9 @@ def test_generated_text_is_that_of_transformers_on_the_exported_run(run, exporte
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     for prompt in ("def self", "while for in if else value 日本"):
-        found = model.generate(**tokenizer(prompt, return_tensors="pt"), do_sample=False, max_new_tokens=20, pad_token_id=0)
+        found = model.generate(
+            **tokenizer(prompt, return_tensors="pt"), do_sample=False, max_new_tokens=20, pad_token_id=0
+        )
         expected = tokenizer.decode(found[0], skip_special_tokens=True)
         arguments = ("--checkpoint", str(run), "--prompt", prompt, "--tokens", "20", "--temperature", "0")
         assert text(capsys, *arguments) == expected + "\n"

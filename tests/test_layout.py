@@ -35,7 +35,11 @@ def test_a_mesh_is_the_common_refinement_of_its_factorings():
     mesh = mesh_of("dp=4,tp=2", also=["edp=2,ep=4"])
     assert list(mesh.sizes.values()) == [2, 2, 2]
     assert mesh.size(mesh.expand("dp")) == 4 and mesh.size(mesh.expand("ep")) == 4
-    assert mesh.expand("dp")[1] == mesh.expand("ep")[0] and mesh.expand("ep")[1] == "tp" and mesh.expand("edp") == mesh.expand("dp")[:1]
+    assert (
+        mesh.expand("dp")[1] == mesh.expand("ep")[0]
+        and mesh.expand("ep")[1] == "tp"
+        and mesh.expand("edp") == mesh.expand("dp")[:1]
+    )
     mesh = mesh_of("dp=2,tp=8", kv_heads=2)
     assert dict(mesh.sizes) == {"dp": 2, "tp_kv": 2, "tp_group": 4} and mesh.expand("tp") == ("tp_kv", "tp_group")
     assert mesh.order == ("tp_kv", "tp_group", "dp")  # the data axis is the inner split of a dim that both cut
@@ -74,7 +78,11 @@ def test_typos_never_mean_unsharded():
     with pytest.raises(ShardingError, match="no row for dim 'embedd'.*did you mean 'embed'"):
         sh.placements("batch seq embedd")
     with pytest.raises(ShardingError, match="rule 'mlpp' is for a dim that no parameter has.*did you mean 'mlp'"):
-        placements({"w": Param((4, 4), "embed mlp")}, mesh, Rules({**RULES.compute, "mlpp": None}, activations=RULES.activations))
+        placements(
+            {"w": Param((4, 4), "embed mlp")},
+            mesh,
+            Rules({**RULES.compute, "mlpp": None}, activations=RULES.activations),
+        )
     with pytest.raises(ShardingError, match="'tp' would shard both 'mlp' and 'seq"):
         sh.placements("mlp seq*")
 
@@ -180,7 +188,10 @@ def test_placements_and_names_are_the_same():
     """Parameters and activations by rules and by placements: same layout, same values, same gradients."""
     shapes = {"up": ((4, 8), "embed mlp"), "down": ((8, 4), "mlp embed")}
     by_rule = {n: Param(s, d, over="batch seq") for n, (s, d) in shapes.items()}
-    by_hand = {n: Param(s, d, over="batch seq", placements={"tp": Shard(d.split().index("mlp"))}) for n, (s, d) in shapes.items()}
+    by_hand = {
+        n: Param(s, d, over="batch seq", placements={"tp": Shard(d.split().index("mlp"))})
+        for n, (s, d) in shapes.items()
+    }
     double = Precision(params=torch.float64)
     values = init(by_rule, key(0), sh=Sharding(precision=double))
     x0 = torch.randn(2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -249,7 +260,12 @@ def adjoint(kind):
     mesh = make_mesh("a=2,b=2", device="cpu")
     rank = dist.get_rank()
     s, d = kind[0], kind[2]
-    cuts = {(): (4, 8, 2), ((0, ("b", "a")),): (1, 8, 2), ((1, ("a", "b")),): (4, 2, 2), ((0, ("a",)), (1, ("b",))): (2, 4, 2)}
+    cuts = {
+        (): (4, 8, 2),
+        ((0, ("b", "a")),): (1, 8, 2),
+        ((1, ("a", "b")),): (4, 2, 2),
+        ((0, ("a",)), (1, ("b",))): (2, 4, 2),
+    }
 
     def value(what, shape, seed):
         seed = seed if what in "RI" else seed + 10 * rank

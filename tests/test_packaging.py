@@ -129,7 +129,12 @@ def test_the_readme_s_program_runs_alone_on_the_installed_wheel(wheel: Path, tmp
 
     def output(*command: object) -> str:
         done = subprocess.run(
-            [str(c) for c in command], cwd=alone, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+            [str(c) for c in command],
+            cwd=alone,
+            env=environment,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -137,7 +142,9 @@ def test_the_readme_s_program_runs_alone_on_the_installed_wheel(wheel: Path, tmp
     where = output(sys.executable, "-c", "import fmegatron; print(fmegatron.__file__)")
     assert os.path.realpath(where.strip()).startswith(os.path.realpath(target))
     one = losses(output(sys.executable, "own_model.py"))
-    four = losses(output(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "own_model.py", "dp=2,tp=2"))
+    four = losses(
+        output(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "own_model.py", "dp=2,tp=2")
+    )
     assert len(one) == len(four) == 20
     for a, b in zip(one, four, strict=True):
         assert abs(float(a.split()[1]) - float(b.split()[1])) <= 1e-4 * float(a.split()[1])

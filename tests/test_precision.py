@@ -77,13 +77,20 @@ def test_a_parameter_s_own_dtype_is_kept_at_rest_and_in_equations():
     spec = {"w": Param((2, 2), "embed mlp"), "scale": Param((2,), "embed", dtype=torch.float32)}
     params = init(spec, key(0), sh=sh)
     used = sh.use(params, spec)
-    assert params["w"].dtype is torch.float32 and used["w"].dtype is torch.bfloat16 and used["scale"].dtype is torch.float32
+    assert (
+        params["w"].dtype is torch.float32
+        and used["w"].dtype is torch.bfloat16
+        and used["scale"].dtype is torch.float32
+    )
 
 
 def test_a_master_copy_takes_steps_that_are_too_small_for_the_parameters():
     """bf16 parameters with an fp32 master: 64 small steps add up; without one, each is rounded away."""
     finals = {}
-    for name, precision in {"fp32": Precision(), "bf16": Precision(params=torch.bfloat16, master=torch.float32)}.items():
+    for name, precision in {
+        "fp32": Precision(),
+        "bf16": Precision(params=torch.bfloat16, master=torch.float32),
+    }.items():
         sh = Sharding(precision=precision)
         optimizer = adamw(1e-4, weight_decay=0.0)
         if precision.master is not None:
@@ -94,7 +101,9 @@ def test_a_master_copy_takes_steps_that_are_too_small_for_the_parameters():
         first = tree.leaves(params)
         for _ in range(64):
             state, _ = step(state, BATCH)
-        finals[name] = torch.cat([(a.float() - b.float()).flatten() for a, b in zip(tree.leaves(state.params), first, strict=True)])
+        finals[name] = torch.cat(
+            [(a.float() - b.float()).flatten() for a, b in zip(tree.leaves(state.params), first, strict=True)]
+        )
         assert {p.dtype for p in tree.leaves(state.params)} == {precision.params}
     cosine = torch.nn.functional.cosine_similarity(finals["fp32"], finals["bf16"], dim=0)
     assert cosine > 0.8

@@ -1,4 +1,5 @@
-"""`sh` exactly: one program with every kind of annotation, on many rule tables of simulated ranks, against the same program without a
+"""`sh` exactly: one program with every kind of annotation, on many rule tables of simulated ranks, against the same
+program without a
 mesh in float64: loss, raw gradients in the layout at rest, Hessian-vector products."""
 
 import dataclasses
@@ -58,9 +59,15 @@ TABLES = [
     Table("dp=2,cp=2,tp=1", rows(DATA), store=("dp", "cp")),
     Table("dp=1,cp=2,tp=4", rows(DATA, TP, STREAM), store=("cp",)),
     Table("dp=2,cp=1,tp=4", rows(DATA, TP, STREAM, expert=("tp", "dp"), **{"batch'": None})),
-    Table("dp=2,cp=1,tp=2", rows(DATA, TP, STREAM, expert="dp", emlp="tp", **{"batch'": None}), kind="a2a", store=("dp",)),
+    Table(
+        "dp=2,cp=1,tp=2", rows(DATA, TP, STREAM, expert="dp", emlp="tp", **{"batch'": None}), kind="a2a", store=("dp",)
+    ),
     Table("dp=2,cp=1,tp=2", rows(DATA, TP, expert=("tp", "dp"), **{"batch'": None}), kind="a2a", store=("dp",)),
-    Table("dp=2,cp=2,tp=2", rows(DATA, TP, STREAM, expert=("tp", "dp", "cp"), **{"batch'": None, "seq'": None}), kind="a2a"),
+    Table(
+        "dp=2,cp=2,tp=2",
+        rows(DATA, TP, STREAM, expert=("tp", "dp", "cp"), **{"batch'": None, "seq'": None}),
+        kind="a2a",
+    ),
 ]
 
 

@@ -1,4 +1,5 @@
-"""The train step: against transformers with torch.optim, pure and donating, its errors, and the bytes that each rank holds."""
+"""The train step: against transformers with torch.optim, pure and donating, its errors, and the bytes that each rank
+holds."""
 
 import dataclasses
 
@@ -28,7 +29,11 @@ def llama_step(config, *, donate=False, microbatches=1, sh=None, steps=6, dropou
     schedule = cosine(1e-2, total=steps, warmup=2)
     optimizer = chain(clip_by_global_norm(0.5), adamw(schedule, betas=(0.9, 0.95), mask=decay_mask(model.spec())))
     sh = sh or Sharding(precision=DOUBLE)
-    return model, optimizer, train_step(model.loss, optimizer, weights=model.weights, sh=sh, donate=donate, microbatches=microbatches)
+    return (
+        model,
+        optimizer,
+        train_step(model.loss, optimizer, weights=model.weights, sh=sh, donate=donate, microbatches=microbatches),
+    )
 
 
 def fresh(model, optimizer, sh=None):
@@ -37,7 +42,8 @@ def fresh(model, optimizer, sh=None):
 
 
 def test_steps_equal_transformers_with_torch_optim():
-    """Six steps with clipping, a schedule, decay of matrices only, unequal masks: losses, norms and weights in float64."""
+    """Six steps with clipping, a schedule, decay of matrices only, unequal masks: losses, norms and weights in
+    float64."""
     steps, reference = 6, hf_model(ODD).double()
     rotary = reference.model.rotary_emb
     rotary.inv_freq = 1.0 / ODD.rope_base ** (torch.arange(0, ODD.head, 2, dtype=torch.float64) / ODD.head)
@@ -118,7 +124,9 @@ def test_a_value_that_is_not_finite_stops_before_anything_changes():
     before = [t.clone() for t in tree.leaves(state.opt) if tree.is_tensor(t)]
     with pytest.raises(NonFiniteError, match="step 1: the loss term 'lm'"):
         step(state, batch_of(ODD))
-    assert all(torch.equal(a, b) for a, b in zip(before, [t for t in tree.leaves(state.opt) if tree.is_tensor(t)], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, [t for t in tree.leaves(state.opt) if tree.is_tensor(t)], strict=True)
+    )
 
     def loss(params, batch, ctx):  # the loss is finite, a gradient is not
         return Term((params["a"] + params["b"].abs().sqrt() * 0).sum(), "", weight=torch.ones(())), None
@@ -135,7 +143,9 @@ def test_extras_change_by_the_step_s_statistics_alone():
         return Term(batch["x"] @ params["w"], "batch", weight=torch.ones(len(batch["x"]))), {"load": load}
 
     params, optimizer = {"w": torch.ones(3)}, sgd(0.1)
-    step = train_step(loss, optimizer, microbatches=2, update_extras=lambda e, stats: {"bias": e["bias"] + stats["load"]})
+    step = train_step(
+        loss, optimizer, microbatches=2, update_extras=lambda e, stats: {"bias": e["bias"] + stats["load"]}
+    )
     x = torch.arange(12.0).view(4, 3)
     state, metrics = step(TrainState(0, params, optimizer.init(params), extras={"bias": torch.ones(3)}), {"x": x})
     assert torch.equal(state.extras["bias"], 1 + x.sum(0))
@@ -154,7 +164,8 @@ def test_evaluation_is_the_mean_over_all_tokens():
     assert abs(mean - float(total / weight)) < 1e-12 and not total.requires_grad
 
 
-# ------------------------------------------------------------------------------------------- what each rank holds and gets
+# ------------------------------------------------------------------------------------------- what each rank holds
+# and gets
 
 MESHY = LlamaConfig(vocab=64, embed=32, layers=2, heads=8, kv_heads=4, head=8, mlp=64)
 
@@ -274,6 +285,8 @@ def test_terms_have_weights_and_coefficients():
 
     params, optimizer = {"w": torch.ones(3, dtype=torch.float64)}, sgd(1.0)
     x, m = torch.arange(6.0, dtype=torch.float64).view(2, 3), torch.tensor([1.0, 0.5], dtype=torch.float64)
-    _, metrics = train_step(loss, optimizer, weights=weights)(TrainState(0, params, optimizer.init(params)), {"x": x, "m": m})
+    _, metrics = train_step(loss, optimizer, weights=weights)(
+        TrainState(0, params, optimizer.init(params)), {"x": x, "m": m}
+    )
     assert float(metrics["loss"]) == pytest.approx(2.0 * 15.0 / 1.5)  # a weight of 0 gives 0
     assert float(metrics["a"]) == pytest.approx(10.0) and float(metrics["b"]) == 0.0

@@ -113,7 +113,9 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path, corpus) 
 
 def test_settings_of_a_resume(tmp_path) -> None:
     """Those of the run, then those of the file, then the flags; the folder may have been moved."""
-    saved = TrainConfig(out="elsewhere", steps=9, store=("dp",), optim=dataclasses.replace(TrainConfig().optim, lr=1.0, clip=7.0))
+    saved = TrainConfig(
+        out="elsewhere", steps=9, store=("dp",), optim=dataclasses.replace(TrainConfig().optim, lr=1.0, clip=7.0)
+    )
     config.save_config(saved, tmp_path / config.SETTINGS)
     (tmp_path / "file.toml").write_text("steps = 20\n[optim]\nlr = 2.0\n")
     arguments = ["--resume", "--out", str(tmp_path), "--config", str(tmp_path / "file.toml"), "--steps", "30"]
@@ -277,7 +279,9 @@ def test_the_last_loss_is_that_of_all_held_out_tokens(tmp_path, corpus) -> None:
     from fmegatron.generate import load_run
 
     model, params, tokenizer, _ = load_run(str(out), device=torch.device("cpu"))
-    stream = torch.from_numpy(train.TokenDataset(out / "data/valid_text_document", seq_len=1, order="sequential").tokens.astype("int64"))
+    stream = torch.from_numpy(
+        train.TokenDataset(out / "data/valid_text_document", seq_len=1, order="sequential").tokens.astype("int64")
+    )
     total, sh = 0.0, train.Sharding(precision=job.Precision(params=torch.float64))
     for at in range(0, len(stream) - 1, 16):
         part = stream[at : at + 17]
@@ -298,7 +302,9 @@ def job_context(sh):
 def test_held_out_text_smaller_than_a_batch(tmp_path) -> None:
     """Two short documents, one of them held out: less than one sequence for a batch of 8; on 1 and on 4 ranks alike."""
     corpus = tmp_path / "two.jsonl"
-    corpus.write_text('{"text": "' + "one two three four " * 12 + '"}\n{"text": "five"}\n{"text": "' + "six seven " * 30 + '"}\n')
+    corpus.write_text(
+        '{"text": "' + "one two three four " * 12 + '"}\n{"text": "five"}\n{"text": "' + "six seven " * 30 + '"}\n'
+    )
     common = dict(steps=2, eval_every=1, batch_size=4, precision_params="float64")
     assert on(1, flags(corpus, tmp_path / "one", **common)) == 0
     assert on(4, flags(corpus, tmp_path / "four", "--mesh", "dp=4", **common)) == 0
@@ -349,12 +355,16 @@ def test_the_sample_of_divided_parameters_is_that_of_whole_ones(tmp_path, corpus
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, corpus, capsys) -> None:
     out = tmp_path / "run"
-    arguments = flags(corpus, out, "--debug", steps=40, optim_lr="1e30", optim_warmup=0, optim_schedule="constant", checkpoint_every=1)
+    arguments = flags(
+        corpus, out, "--debug", steps=40, optim_lr="1e30", optim_warmup=0, optim_schedule="constant", checkpoint_every=1
+    )
     assert cli.main(["train", *arguments]) == 1
     printed = capsys.readouterr().out
     failed = len(losses(out)) + 1
     assert failed > 1
-    assert f"stopped at step {failed}: the gradient of 'embed' is not finite. Nothing was changed by this step" in printed
+    assert (
+        f"stopped at step {failed}: the gradient of 'embed' is not finite. Nothing was changed by this step" in printed
+    )
     assert checkpoint.info(out).step == failed - 1 and f"checkpoints/step_{failed - 1:08}" in printed
     saved = checkpoint.load(out, initial(arguments))
     assert all(bool(torch.isfinite(t).all()) for t in tree.leaves(saved) if isinstance(t, torch.Tensor))

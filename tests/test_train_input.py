@@ -57,7 +57,10 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "empty corpus": (("--data", "empty.jsonl"), ("has no text in it", "give some")),
     "blank corpus": (("--data", "blank.jsonl"), ("has no text in it", "give some")),
     "folder without text": (("--data", "no-text"), ("'no-text' has no text", "*.jsonl")),
-    "broken JSON": (("--data", "broken.jsonl"), ("broken.jsonl line 7 is not valid JSON", "each line must be one object")),
+    "broken JSON": (
+        ("--data", "broken.jsonl"),
+        ("broken.jsonl line 7 is not valid JSON", "each line must be one object"),
+    ),
     "no text key": (("--data", "keyless.jsonl"), ("keyless.jsonl line 3 has no key 'text' (it has 'body')",)),
     "another text key": (("--text-key", "body"), ("good.jsonl line 1 has no key 'body' (it has 'text')",)),
     "sequence longer than the data": (
@@ -73,7 +76,10 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("5000", "too-large"),
     ),
     "tokenizer vocabulary too small": (("--tokenizer-vocab", "100"), ("vocab_size=100 is too small", "at least 257")),
-    "mesh of another size": (("--mesh", "dp=2,tp=2"), ("--mesh dp=2,tp=2 has 4 ranks, but this run has 1", "--nproc 4")),
+    "mesh of another size": (
+        ("--mesh", "dp=2,tp=2"),
+        ("--mesh dp=2,tp=2 has 4 ranks, but this run has 1", "--nproc 4"),
+    ),
     "mesh with a typo": (("--mesh", "dp:2"), ("--mesh", "'dp:2' is not \"axis=size\"")),
     "mesh axis unknown": (("--mesh", "dtp=1"), ("--mesh dtp=1", "axis 'dtp'", "did you mean", "cp (sequence)")),
     "store axis unknown": (("--store", "zp"), ("--store zp", "has no axis of this name; use dp")),
@@ -181,7 +187,15 @@ def test_bad_input_to_two_ranks_is_told_once(files, name) -> None:
 @pytest.mark.slow
 def test_bad_input_under_torchrun_is_told_once(files) -> None:
     before = tree_of(files)
-    process = start("torch.distributed.run", "--nproc-per-node=2", "-m", "fmegatron", "train", *given(BAD["broken JSON"][0]), cwd=files)
+    process = start(
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "-m",
+        "fmegatron",
+        "train",
+        *given(BAD["broken JSON"][0]),
+        cwd=files,
+    )
     printed, errors = process.communicate(timeout=120)
     assert process.returncode != 0 and printed == ""
     assert errors.count("broken.jsonl line 7 is not valid JSON") == 1 and "UserError" not in errors

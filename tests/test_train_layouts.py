@@ -219,7 +219,9 @@ def activations(arguments: list[str]) -> float:
 
 def test_activations_are_divided(tmp_path) -> None:
     """By dp exactly; by tp with sequence parallelism nearly, as products read the whole sequence for a moment."""
-    arguments = flags("none", tmp_path, "--model-overrides.layers", "4", "--model-overrides.vocab", "64", remat="everything")
+    arguments = flags(
+        "none", tmp_path, "--model-overrides.layers", "4", "--model-overrides.vocab", "64", remat="everything"
+    )
     whole = activations(arguments)
     assert whole > 0
     for mesh, share in ((("--mesh", "dp=4"), 0.26), ((*DP_TP, "--sp"), 0.32)):

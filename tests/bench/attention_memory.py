@@ -1,4 +1,5 @@
-"""Memory of attention, forward and backward, at growing lengths for each mask, against torch's own attention where it has the mask.
+"""Memory of attention, forward and backward, at growing lengths for each mask, against torch's own attention where
+it has the mask.
 
     python tests/bench/attention_memory.py [--device cuda] [--lengths 4096 8192 16384]
 
@@ -53,7 +54,9 @@ def main() -> None:
             "causal": lambda q, k, v: attention(q, k, v),
             "full": lambda q, k, v: attention(q, k, v, causal=False),
             "documents": lambda q, k, v: attention(q, k, v, segments=documents(q.shape[1], a.device)),
-            "documents, full": lambda q, k, v: attention(q, k, v, causal=False, segments=documents(q.shape[1], a.device)),
+            "documents, full": lambda q, k, v: attention(
+                q, k, v, causal=False, segments=documents(q.shape[1], a.device)
+            ),
             "positions": lambda q, k, v: attention(q, k, v, positions=torch.arange(q.shape[1], device=a.device)),
             "torch, causal": lambda q, k, v: F.scaled_dot_product_attention(
                 *(t.transpose(1, 2) for t in (q.flatten(2, 3), k, v)), is_causal=True, enable_gqa=True

@@ -2,7 +2,8 @@
 
     python tests/bench/step_memory.py [--device cuda] [--layers 8] [--embed 1024] [--seq 1024] [--batch 8]
 
-The peer is the same mathematics as a plain function on the same parameters, differentiated by torch.autograd.grad and updated in
+The peer is the same mathematics as a plain function on the same parameters, differentiated by torch.autograd.grad
+and updated in
 place by torch's fused AdamW: what someone would write by hand. Prints both and their ratio, measured in one run.
 """
 
@@ -91,7 +92,19 @@ def by_hand(params, c, dtype):
         n = [torch.tensor(float(count[0]), device=flat[0].device)] * len(flat)
         with torch.no_grad():
             torch._fused_adamw_(
-                flat, grads, m, v, [], n, lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False
+                flat,
+                grads,
+                m,
+                v,
+                [],
+                n,
+                lr=1e-4,
+                beta1=0.9,
+                beta2=0.95,
+                weight_decay=0.1,
+                eps=1e-8,
+                amsgrad=False,
+                maximize=False,
             )
         return loss.detach()
 
@@ -129,7 +142,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compute", default=None)
-    for name, value in dict(layers=8, embed=1024, heads=16, kv_heads=4, mlp=4096, vocab=32768, seq=1024, batch=8, repeats=5).items():
+    for name, value in dict(
+        layers=8, embed=1024, heads=16, kv_heads=4, mlp=4096, vocab=32768, seq=1024, batch=8, repeats=5
+    ).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     a = parser.parse_args()
     dtype = dtype_of(a.compute or ("bfloat16" if a.device == "cuda" else "float32"))
@@ -150,7 +165,10 @@ def main() -> None:
         if a.device == "cuda":
             torch.cuda.empty_cache()
         t, peak, losses = found[name]
-        print(f"{name:10} {t * 1e3:9.1f} ms  peak {peak:9.1f} MiB  losses {' '.join(f'{x:.4f}' for x in losses)}", flush=True)
+        print(
+            f"{name:10} {t * 1e3:9.1f} ms  peak {peak:9.1f} MiB  losses {' '.join(f'{x:.4f}' for x in losses)}",
+            flush=True,
+        )
     (t0, p0, _), (t1, p1, _) = found.values()
     print(f"ratio fmegatron / by hand: time {t1 / t0:.3f}" + (f", peak memory {p1 / p0:.3f}" if p0 else ""))
 
