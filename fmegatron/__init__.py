@@ -2,9 +2,8 @@
 is a table.
 
 The core is here; `fmegatron.models` has model families, `fmegatron.parallel` what is built on `sh`,
-`fmegatron.primitives` the
-operations of a model, `fmegatron.optim` optimizers, `fmegatron.schedules` learning rates, `fmegatron.random` random
-numbers.
+`fmegatron.primitives` the operations of a model, `fmegatron.optim` optimizers, `fmegatron.schedules` learning rates,
+`fmegatron.random` random numbers.
 """
 
 from __future__ import annotations

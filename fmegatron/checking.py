@@ -1,14 +1,11 @@
 """The checking mode: does a program mean what its equations say, on every rule table?
 
 It runs the program once in this process on a mesh whose axes all have size one, so that all types are there and
-nothing is
-cut, on abstract tables in which every dim has an axis of its own. Each operation's types are carried along. An
-equation whose
-left side does not match is refused, and so is a local operation that joins values in a way that loses a sum of
-gradients.
+nothing is cut, on abstract tables in which every dim has an axis of its own. Each operation's types are carried
+along. An equation whose left side does not match is refused, and so is a local operation that joins values in a way
+that loses a sum of gradients.
 With `probe`, each local operation is run again on half of a sharded dim and must give half of the result, so that
-nothing
-reduces, merges or mixes along a sharded dim outside `sh`.
+nothing reduces, merges or mixes along a sharded dim outside `sh`.
 """
 
 from __future__ import annotations
@@ -304,8 +301,7 @@ def _show(kind: Any) -> str:
 
 def abstract_tables(rules: Rules) -> list[tuple[Mesh, Rules]]:
     """Two tables that stand for all: in the first every dim that has a row has an axis of its own; in the second the
-    stream's
-    dims also lie on the regions' axes, as with sequence and expert parallelism."""
+    stream's dims also lie on the regions' axes, as with sequence and expert parallelism."""
     plain = [n for n, row in rules.compute.items() if row not in (None, ()) and n == base(n)]
     starred = [n for n in rules.compute if n.endswith("*")]
     primed = [n for n in rules.compute if n.endswith("'")]

@@ -3,9 +3,8 @@
 A layout gives a value one type per mesh axis: S (Shard of a dim), P (Partial: a summand), R (Replicate: equal on all
     ranks, read
 by work that differs along the axis) or I (Invariant: equal, used alike). Gradients have the dual type: S with S, P
-with R,
-I with I. So the backward of every arrow is its *dual* arrow, and calls the same primitive: second derivatives are
-right.
+with R, I with I. So the backward of every arrow is its *dual* arrow, and calls the same primitive: second
+derivatives are right.
 
     forward        cost             backward
     S -> R         all-gather       reduce-scatter
@@ -77,8 +76,7 @@ def dual(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 class Move(torch.autograd.Function):
     """A value cast to `work`, taken through the steps, and cast to `out`. The backward is the dual move, cast to
-    `back` while
-    it is under way. dtypes: (work, out, back), each a dtype or None for no cast."""
+    `back` while it is under way. dtypes: (work, out, back), each a dtype or None for no cast."""
 
     @staticmethod
     def forward(x: torch.Tensor, mesh: Mesh, steps: tuple[Step, ...], dtypes: tuple[Any, Any, Any]) -> torch.Tensor:

@@ -144,8 +144,8 @@ class TrainConfig:
     resume: bool = False
     """Go on from the newest checkpoint in `out`, by default with the settings of that run; flags override them."""
     steps: int = 300
-    """Optimizer steps in all, those before a resume included. More of them on a resume leave the data's order as it was; a
-    cosine, linear or wsd schedule is then that of the longer run."""
+    """Optimizer steps in all, those before a resume included. More of them on a resume leave the order of the data as it
+    was; a cosine, linear or wsd schedule is then that of the longer run."""
     seed: int = 0
     """Seed of initial values, data order and dropout."""
 

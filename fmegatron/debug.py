@@ -33,8 +33,7 @@ def explain_step(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> str
 
 def find_non_finite(f: Callable[[], Any]) -> str:
     """Run f, and tell which operation made the first value that is not finite from finite ones: its shapes and the
-    lines
-    that called it. Of several ranks the one whose program came to it first tells."""
+    lines that called it. Of several ranks the one whose program came to it first tells."""
     with _Watch() as watch:
         try:
             f()

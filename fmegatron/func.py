@@ -1,12 +1,10 @@
 """`vmap` and `jacrev` that know about ranks.
 
 torch.func's own work on sharded programs where what is mapped is the same on all ranks: `vmap` over seeds,
-directions, or batches of
-which every rank holds its rows; `jacrev` of an output that all ranks hold. Where the mapped dim, or the output, is
-itself cut over
-ranks, rank r's item i is another one than rank s's, and sums over ranks would add them up. These two ask which dims
-those are, and
-refuse. (grad, vjp and reverse over reverse need nothing of the kind; forward mode is not supported over collectives.)
+directions, or batches of which every rank holds its rows; `jacrev` of an output that all ranks hold. Where the
+mapped dim, or the output, is itself cut over ranks, rank r's item i is another one than rank s's, and sums over
+ranks would add them up. These two ask which dims those are, and refuse. (grad, vjp and reverse over reverse need
+nothing of the kind; forward mode is not supported over collectives.)
 """
 
 from __future__ import annotations

@@ -46,8 +46,7 @@ def generate_tokens(
     on_token: called after each step with each row's new id, None for rows that have ended.
 
     The prompts are read in one pass; each step then reads one token a row. Raises UserError for an empty prompt or
-    meaningless
-    numbers.
+    meaningless numbers.
     """
     _check(prompts, tokens, temperature, top_k, top_p)
     sh = sh or Sharding()

@@ -61,8 +61,7 @@ def steps_between(
     """The arrows that take a value from one layout to another; all axes with the same arrow go in one collective.
 
     A dim loses its last axes first and gains them in order. Raises ShardingError for R -> I and R -> S, which have
-    no arrow,
-    and for a change that would need a permutation.
+    no arrow, and for a change that would need a permutation.
     """
     todo: dict[str, list[str]] = {}
     have, want = [mesh.live(h) for h in have], [mesh.live(h) for h in want]
@@ -199,8 +198,7 @@ def stored(
     """(held in equations, held at rest) of a parameter, per dim. `own`: types by atomic axis that replace the rules'.
 
     At rest the store axes that its dims do not use go together on the largest free dim that their product divides,
-    else behind
-    a sharded one as the inner split, else nowhere. Raises ShardingError when a size does not divide.
+    else behind a sharded one as the inner split, else nowhere. Raises ShardingError when a size does not divide.
     """
     side = Side(tuple(names))
     compute: HeldBy = []

@@ -1,8 +1,7 @@
 """Optimizers as pairs of pure functions that chain.
 
     optimizer = chain(clip_by_global_norm(1.0), adamw(cosine(3e-4, warmup=100, total=10_000), mask=decay_mask(spec)))
-    state = optimizer.init(params)
-    params, grads, state = optimizer.update(params, grads, state)
+    state = optimizer.init(params) params, grads, state = optimizer.update(params, grads, state)
 
 A piece may change the gradients (clipping), the parameters (adamw, sgd) or only its state. `update` is pure; with
 `donate=True` it overwrites the buffers of params, grads and state and returns them, bitwise the same values, without

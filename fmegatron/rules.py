@@ -11,9 +11,8 @@ from fmegatron.mesh import Axes, Mesh
 @dataclass(frozen=True)
 class Rules:
     """compute: dim -> mesh axis, ordered tuple of axes, or None (not sharded). Every dim needs a row: a misspelt
-    name is an
-    error, never "unsharded". A name with a mark (`seq*`, `batch'`: another layout of the same dim) falls back on the
-    plain name's row.
+    name is an error, never "unsharded". A name with a mark (`seq*`, `batch'`: another layout of the same dim) falls
+    back on the plain name's row.
 
     store: mesh axes that hold parameters at rest beside the compute axes (ZeRO-3/FSDP). They go together on the largest
     free dim that they divide, else behind a sharded one as the inner split, else nowhere.

@@ -5,10 +5,9 @@
     q = sh.dot(h, w, "batch seq embed, embed heads -> batch seq heads")
 
 Inside a step values are local tensors, and collectives happen only where an equation asks for another layout.
-Without a mesh
-every method is plain mathematics. An axis that no dim and no `|` of an equation names keeps its type; one named on
-the left
-only becomes Invariant; `|` names the dims whose axes a value enters to be read by work that differs along them.
+Without a mesh every method is plain mathematics. An axis that no dim and no `|` of an equation names keeps its type;
+one named on the left only becomes Invariant; `|` names the dims whose axes a value enters to be read by work that
+differs along them.
 """
 
 from __future__ import annotations
@@ -78,9 +77,8 @@ class Sharding:
 
     def __call__(self, x: torch.Tensor, equation: str | None = None, **placements: tuple[Any, Any]) -> torch.Tensor:
         """x in another layout: by names, sh(x, "batch seq* embed -> batch seq embed | heads"), or by placements per
-        mesh axis,
-        source and target, sh(x, tp=(Partial(), Shard(1))). Both sides of an equation name the same dims in the same
-        order."""
+        mesh axis, source and target, sh(x, tp=(Partial(), Shard(1))). Both sides of an equation name the same dims
+        in the same order."""
         if self.mesh is None:
             return x
         if equation is None:
@@ -139,8 +137,7 @@ class Sharding:
 
     def resolve(self, x: torch.Tensor, side: str, *, partial: str, to: str) -> torch.Tensor:
         """x, of the layout `side` but Partial on the axes of the dims `partial`, in the layout `to`: what a
-        primitive says of a
-        result of which each rank has a summand, such as a lookup in a sharded vocabulary."""
+        primitive says of a result of which each rank has a summand, such as a lookup in a sharded vocabulary."""
         if self.mesh is None:
             return x
         steps, source, target = self._plan(("resolve", side, partial, to), self._plan_resolve, side, partial, to)
@@ -173,8 +170,7 @@ class Sharding:
 
     def index(self, dim: str, n: int, *, device: torch.device | str | None = None) -> torch.Tensor:
         """The global positions that this rank holds of a dim of global size n: int64, one dim. The only source of
-        positions,
-        masks, counters of dropout and token order, whatever the placement."""
+        positions, masks, counters of dropout and token order, whatever the placement."""
         positions = self.positions(
             lay.axes_of(dim, self.mesh, self.rules) if self.mesh is not None else (), n, dim, device
         )
@@ -213,8 +209,8 @@ class Sharding:
 
     def use(self, params: Any, spec: Any) -> Any:
         """Parameters at rest -> the values that equations read: cast to the compute dtype, then gathered.
-        Differentiable: gradients
-        arrive in the layout at rest, summed over the dims in `over`, reduced in `precision.reduce`.
+        Differentiable: gradients arrive in the layout at rest, summed over the dims in `over`, reduced in
+        `precision.reduce`.
 
         params, spec: trees of one structure (or one leaf and its Param).
         """
@@ -287,8 +283,7 @@ class Sharding:
 
     def place(self, x: torch.Tensor, dims: str, shape: Sequence[int]) -> torch.Tensor:
         """A local part of a value of global `shape` as a DTensor at rest; x itself on one rank. Dims that lie on
-        several axes
-        must list them in the mesh's order."""
+        several axes must list them in the mesh's order."""
         if self.mesh is None or self.mesh.device_mesh is None:
             return x
         placements = [Replicate() if isinstance(p, Invariant) else p for p in self.placements(dims)]
@@ -325,8 +320,8 @@ class Sharding:
 
     def inner(self, a: Any, b: Any, spec: Any) -> torch.Tensor:
         """The inner product of two trees of parameters at rest (local tensors, as in a step), over all elements of
-        all ranks: a
-        penalty, or the directional derivative whose gradient is a Hessian-vector product. Differentiable."""
+        all ranks: a penalty, or the directional derivative whose gradient is a Hessian-vector product.
+        Differentiable."""
         total: Any = 0.0
         for x, y, param in zip(tree.leaves(a), tree.leaves(b), params_of(spec).values(), strict=True):
             part = (x * y).sum()
@@ -380,8 +375,7 @@ class Sharding:
 
     def check_spec(self, spec: Any) -> None:
         """Raises ShardingError, naming parameter and sizes, when a spec has no layout under these rules; and when a
-        row of the
-        rules is for a dim that neither the spec nor `rules.activations` knows."""
+        row of the rules is for a dim that neither the spec nor `rules.activations` knows."""
         if self.mesh is None:
             return
         known = {base(n) for n in self.rules.activations}

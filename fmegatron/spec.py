@@ -102,8 +102,7 @@ def init(spec: Any, key: Key, *, sh: Sharding | None = None, device: torch.devic
     """The initial parameters. Each rank makes only its own shards; the global value is the same on every mesh.
 
     Leaves are DTensors on a mesh of more than one rank, else plain tensors. A leaf's key is folded with its name, so
-    that
-    adding a layer changes no other leaf.
+    that adding a layer changes no other leaf.
     """
     from fmegatron.sharding import Sharding
 

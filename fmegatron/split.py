@@ -43,8 +43,8 @@ class Split(NamedTuple):
 
     `forward(params, x, ctx, joint=False, trainable=None) -> (y, residual)`; joint: the residual is meant for
         `backward`; trainable: tree of bools like params, False where no gradient is wanted.
-    `backward(residual, gy, params) -> (gx, gparams)`
-    `backward_input(residual, gy, params) -> (gx, left)`: no product that gives a weight's gradient is run.
+    `backward(residual, gy, params) -> (gx, gparams)` `backward_input(residual, gy, params) -> (gx, left)`: no
+    product that gives a weight's gradient is run.
     `backward_weight(left) -> gparams`: those products alone, each half of the backward's work.
     """
 

@@ -98,8 +98,7 @@ def train_step(
 
     weights, microbatches, trainable: as for `accumulate`.
     donate: reuse the old state's buffers, with the memory of an in-place trainer; using that state again is an
-        error. By default a
-        step is pure. Both give bitwise the same values.
+        error. By default a step is pure. Both give bitwise the same values.
     check_finite: raise NonFiniteError, before anything is changed, for a loss or gradient that is not finite.
     update_extras: (extras, stats) -> extras, by the step's reduced statistics, outside optimizer and norm.
 

@@ -243,8 +243,8 @@ def save_hf(
         nothing but an earlier export is replaced without asking.
 
     All of it appears at once, by a rename. Raises UserError, on all ranks and with nothing written, for a folder
-    that is
-    in use or not writable, parameters that are not the model's, and a tokenizer that is larger than the vocabulary.
+    that is in use or not writable, parameters that are not the model's, and a tokenizer that is larger than the
+    vocabulary.
     """
     folder = Path(os.path.abspath(folder))
     family = sys.modules[type(model).__module__]

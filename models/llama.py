@@ -5,8 +5,8 @@
     logits = model.logits(params, tokens)
 
 Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP. Query heads are two dims, `kv
-group`: each kv
-head serves a group of query heads, so kv heads fewer than the tensor-parallel ranks need no special case.
+group`: each kv head serves a group of query heads, so kv heads fewer than the tensor-parallel ranks need no special
+case.
 """
 
 from __future__ import annotations
@@ -200,8 +200,7 @@ class Llama:
         self, params: Mapping[str, Any], batch: Mapping[str, Tensor], ctx: Ctx | None = None
     ) -> tuple[dict[str, Term], Any]:
         """The cross-entropy of every token. batch: tokens and labels, int64[batch seq]; optionally mask[batch seq]
-        (1: counts),
-        segments[batch seq] (packed documents) and positions ([seq] or [batch seq])."""
+        (1: counts), segments[batch seq] (packed documents) and positions ([seq] or [batch seq])."""
         ctx = self.context(batch, ctx or Ctx())
         x = self._stack(params["layers"], self.embed(params, batch, ctx), ctx)
         return self.head(params, x, batch, ctx)
@@ -223,8 +222,8 @@ class Llama:
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations of forward and backward per token: 6 per element of a matrix that a token meets,
-        and
-        6 · seq_len · heads · head per layer for causal attention (each query sees half of the keys on average)."""
+        and 6 · seq_len · heads · head per layer for causal attention (each query sees half of the keys on
+        average)."""
         c = self.config
         per_layer = c.embed * c.head * (2 * c.heads + 2 * c.kv_heads) + 3 * c.embed * c.mlp
         matrices = c.layers * per_layer + c.embed * c.vocab
@@ -245,9 +244,8 @@ class Llama:
         self, params: Mapping[str, Any], tokens: Tensor, cache: Any, start: int, ctx: Ctx | None = None, **batch: Tensor
     ) -> Tensor:
         """Logits[batch vocab] of the token behind `tokens`[batch seq], which fill the slots from `start` on. Keys
-        and values are
-        written into `cache` in place. batch: positions[batch seq], and segments[batch start+seq] when rows begin
-        with padding."""
+        and values are written into `cache` in place. batch: positions[batch seq], and segments[batch start+seq] when
+        rows begin with padding."""
         segments = batch.pop("segments", None)
         rest = {"tokens": tokens, **batch}
         ctx = self.context(rest, ctx or Ctx())

@@ -1,6 +1,5 @@
 """torch.func on a whole model: {grad, vjp, vmap of grad, jacrev, Hessian-vector product} × {no mesh, dp × tp with
-sequence
-parallelism, FSDP}, each equal to torch.autograd on one device in float64, or refused."""
+sequence parallelism, FSDP}, each equal to torch.autograd on one device in float64, or refused."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 """Checkpoints as folders: names, which are complete, which is the newest, and how a new one appears at once.
 
     RUN/checkpoints/step_00000100/state.json           written last: step, meta, values, tensors, and all files' sizes
-    RUN/checkpoints/step_00000100/shard-…safetensors   tensors
-    RUN/checkpoints/.tmp-…                             a save or a removal that is going on, or was killed: ignored
+    RUN/checkpoints/step_00000100/shard-…safetensors   tensors RUN/checkpoints/.tmp-…                             a
+    save or a removal that is going on, or was killed: ignored
 
 The newest checkpoint is the one saved last (`order` in state.json): after going back to an earlier one, that is not the
 one with the highest step.

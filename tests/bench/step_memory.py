@@ -3,8 +3,8 @@
     python tests/bench/step_memory.py [--device cuda] [--layers 8] [--embed 1024] [--seq 1024] [--batch 8]
 
 The peer is the same mathematics as a plain function on the same parameters, differentiated by torch.autograd.grad
-and updated in
-place by torch's fused AdamW: what someone would write by hand. Prints both and their ratio, measured in one run.
+and updated in place by torch's fused AdamW: what someone would write by hand. Prints both and their ratio, measured
+in one run.
 """
 
 from __future__ import annotations
