@@ -103,7 +103,8 @@ def _candidates(todo: dict[str, list[str]], mesh: Mesh, now: HeldBy, have: HeldB
 
 def _step(kind: str, axes: list[str], mesh: Mesh, now: HeldBy, have: HeldBy, want: HeldBy) -> Step | None:
     def among(by: HeldBy) -> Held:
-        return tuple((d, t) for d, h in enumerate(by) if (t := tuple(a for a in h if a in axes)))
+        found = [(d, tuple(a for a in h if a in axes)) for d, h in enumerate(by)]
+        return tuple((d, t) for d, t in found if t)
 
     leaves = among(have) if kind[0] == "S" else ()
     enters = among(want) if kind[2] == "S" else ()
@@ -144,10 +145,7 @@ def contraction_plan(
     names = [base(n) for n in out.dims]
     raw: Layout = {}
     for axis in mesh.sizes:
-        labels = [
-            base(s.dims[t]) if isinstance(t := lay[axis], int) else None
-            for s, lay in zip(equation.inputs, lays, strict=True)
-        ]
+        labels = [_sharded_dim(side, lay[axis]) for side, lay in zip(equation.inputs, lays, strict=True)]
         found = {n for n in labels if n}
         if len(found) > 1:
             raise ShardingError(
@@ -170,6 +168,10 @@ def contraction_plan(
                 now[names.index(base(side.dims[dim]))] = by
     steps = steps_between(mesh, raw, target, now, held(out, target, mesh, rules), text)
     return steps, lays, raw, target
+
+
+def _sharded_dim(side: Side, kind: Type) -> str | None:
+    return base(side.dims[kind]) if isinstance(kind, int) else None
 
 
 def resolve_plan(

@@ -94,8 +94,7 @@ def fold_in(key: Key, data: int | str | Tensor) -> Key:
     key. Raises `UserError` for a wider int or another kind of data.
     """
     if isinstance(data, str):
-        digest = hashlib.blake2b(data.encode(), digest_size=8).digest()
-        return _derive(key, *_halves(int.from_bytes(digest, "little")), FOLD_TEXT)
+        return _derive(key, *_halves(_text_number(data)), FOLD_TEXT)
     if isinstance(data, Tensor):
         if data.is_floating_point() or data.ndim:
             raise UserError(f"fold_in takes a 0-d tensor of integers, not {data.dtype} of shape {tuple(data.shape)}")
@@ -104,6 +103,16 @@ def fold_in(key: Key, data: int | str | Tensor) -> Key:
     if not isinstance(data, int):
         raise UserError(f"fold_in takes an int, a str or a tensor, not {type(data).__name__}")
     return _derive(key, *_halves(_int64(data, "data")), FOLD)
+
+
+def _text_number(text: str) -> int:
+    """64 bits that stand for a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+# torch.compiler.assume_constant_result, without the second that importing it takes: torch.compile cannot trace a hash,
+# so it calls the function, whose argument is a constant of the program.
+_text_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def to_tensor(key: Key, device: torch.device | str | None = None) -> Key:

@@ -12,6 +12,7 @@ differs along them.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 from collections.abc import Callable, Sequence
@@ -533,7 +534,7 @@ class Sharding:
         return self.check.arrow(x, y, source, target, where, partial=partial) if self.check else y
 
     def _unchecked(self) -> Any:
-        return self.check.paused() if self.check else _NOTHING
+        return self.check.paused() if self.check else contextlib.nullcontext()
 
     def _ndim(self, equation: str) -> int:
         return len(parse_equation(equation, 1).inputs[0].dims)
@@ -548,19 +549,6 @@ class Sharding:
         if [n for n in left if n in right] != right:
             raise ShardingError(f"{equation!r}: the output must name dims of the input, in their order")
         return [d for d, n in enumerate(left) if n not in right]
-
-
-class _Nothing:
-    """A context that does nothing (contextlib's own costs a graph guard)."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: Any) -> None:
-        return None
-
-
-_NOTHING = _Nothing()
 
 
 def _map_params(f: Callable[[torch.Tensor, Param], torch.Tensor], params: Any, spec: Any) -> Any:
