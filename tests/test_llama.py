@@ -123,7 +123,12 @@ def test_config_round_trip_and_refusals():
 
 @pytest.mark.parametrize(
     ("preset", "parameters"),
-    [("llama2-7b", 6_738_415_616), ("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3.2-1b", 1_235_814_400)],
+    [
+        ("llama2-7b", 6_738_415_616),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3.2-1b", 1_235_814_400),
+    ],
 )
 def test_presets_have_the_published_number_of_parameters(preset, parameters):
     assert count(Llama(LLAMA[preset]).spec()) == parameters
@@ -191,10 +196,14 @@ def test_every_layout_computes_the_same_function(axes, sp, store, save):
         local = {n: sh.shard(x, "batch seq") for n, x in BATCH.items()}
         (got, _), grads = gradients(model, params, local, sh, microbatches=2 if "dp=1" in axes else 1)
         assert max(abs(float(v - value)) for v in per_rank(got)) < 1e-12
-        for (path, g), r, p in zip(tree.named(grads).items(), tree.leaves(want), tree.leaves(model.spec()), strict=True):
+        for (path, g), r, p in zip(
+            tree.named(grads).items(), tree.leaves(want), tree.leaves(model.spec()), strict=True
+        ):
             mine = per_rank(sh.local(g))
             theirs = per_rank(sh.local(sh.shard_param(r, p)))
-            assert max(float((a - b).norm()) for a, b in zip(mine, theirs, strict=True)) <= 1e-12 * float(r.norm()), path
+            assert max(float((a - b).norm()) for a, b in zip(mine, theirs, strict=True)) <= 1e-12 * float(r.norm()), (
+                path
+            )
 
 
 def on_processes(axes, sp, store, save):
@@ -214,3 +223,33 @@ def on_processes(axes, sp, store, save):
 @pytest.mark.parametrize(("axes", "sp", "store", "save"), LAYOUTS)
 def test_real_processes_agree(axes, sp, store, save):
     assert max(processes(4).run(on_processes, axes, sp, store, save)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("axes", "save"), [(None, "everything"), ("dp=1,cp=1,tp=1", "nothing"), ("dp=1,cp=1,tp=1", "attention")]
+)
+def test_compiled_blocks_compute_the_same(axes, save):
+    """aot_eager, without and with a mesh, with dropout, for every policy of recomputation; by inductor the slow case below."""
+    compiled_equals_eager(axes, save, "aot_eager")
+
+
+@pytest.mark.slow
+def test_blocks_compiled_by_inductor_compute_the_same():
+    compiled_equals_eager("dp=1,cp=1,tp=1", "attention", "inductor")
+
+
+def compiled_equals_eager(axes, save, backend):
+    torch._dynamo.reset()
+    mesh = None if axes is None else make_mesh(axes, device="cpu")
+    sh = Sharding(precision=DOUBLE) if mesh is None else Sharding(mesh, standard_rules(mesh), precision=DOUBLE)
+    config = dataclasses.replace(MESHY, layers=2, dropout=0.1)
+    results = []
+    for compile_ in (False, {"backend": backend}):
+        model = Llama(config, save=POLICIES[save], compile=compile_)
+        f = accumulate(model.loss, 1, weights=model.weights)
+        results.append(f(PARAMS, BATCH, Ctx(sh=sh, key=key(1))))
+    ((a, _), want), ((b, _), got) = results
+    assert abs(float(a - b)) < 1e-12
+    for path, g in tree.named(got).items():
+        r = tree.named(want)[path]
+        assert (g - r).norm() <= 1e-11 * r.norm(), path
