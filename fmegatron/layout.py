@@ -1,8 +1,7 @@
 """From equations and rules to layouts and arrows: pure functions of names, without tensors.
 
-A *layout* maps every atomic mesh axis to the type of a value there: an int d (Shard of dim d), "P", "R", "I", or "?"
-    for an
-axis that the side of an equation does not name, where the value keeps whatever type it has.
+A *layout* maps every atomic mesh axis to the type of a value there: an int d (Shard of dim d), "P", "R", "I", or "?" for
+an axis that the side of an equation does not name, where the value keeps whatever type it has.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Mesh:
 
     def size(self, axes: Iterable[str]) -> int:
         """The product of the sizes of some atomic axes."""
-        return math.prod(self.sizes[a] for a in axes)
+        return math.prod([self.sizes[a] for a in axes])  # (dynamo takes no generator here)
 
     def sorted(self, axes: Iterable[str]) -> tuple[str, ...]:
         """The axes in rank order, in which torch numbers the members of a group whatever order they are given in."""

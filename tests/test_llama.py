@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from fmegatron import tree
 from fmegatron.accumulate import accumulate
 from fmegatron.checking import check
 from fmegatron.context import Ctx
-from fmegatron.mesh import make_mesh
+from fmegatron.mesh import make_mesh, parse_axes
 from fmegatron.models.llama import LLAMA, Llama, LlamaConfig, config_from_hf, config_to_hf, hf_map
 from fmegatron.precision import Precision
 from fmegatron.primitives import Llama3Scaling
@@ -206,9 +207,9 @@ def test_every_layout_computes_the_same_function(axes, sp, store, save):
             )
 
 
-def on_processes(axes, sp, store, save):
-    """Worst relative error of this rank's gradients, and the bytes it holds."""
-    sh, model = layout(axes, sp, store), Llama(MESHY, save=POLICIES[save])
+def on_processes(axes, sp, store, save, options=False):
+    """Worst relative error of this rank's loss and gradients. options: of `compile`."""
+    sh, model = layout(axes, sp, store), Llama(MESHY, save=POLICIES[save], compile=options)
     (value, _), want = gradients(Llama(MESHY), PARAMS, BATCH, Sharding(precision=DOUBLE))
     params = init(model.spec(), key(0), sh=sh)
     local = {n: sh.shard(x, "batch seq") for n, x in BATCH.items()}
@@ -253,3 +254,19 @@ def compiled_equals_eager(axes, save, backend):
     for path, g in tree.named(got).items():
         r = tree.named(want)[path]
         assert (g - r).norm() <= 1e-11 * r.norm(), path
+
+
+COMPILED_LAYOUTS = [("dp=2,tp=2", True, ("dp",), "everything"), ("dp=2,tp=2", False, (), "attention"), *LAYOUTS]
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize(
+    ("axes", "sp", "store", "save"),
+    [
+        ("dp=1,tp=2", True, (), "everything"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in COMPILED_LAYOUTS),
+    ],
+)
+def test_compiled_blocks_on_real_processes(axes, sp, store, save):
+    options, world = {"backend": "aot_eager"}, math.prod(parse_axes(axes).values())
+    assert max(processes(world).run(on_processes, axes, sp, store, save, options, timeout=600)) < 1e-12
