@@ -1,9 +1,8 @@
 """The arrows of `sh`: what a value costs to go from one layout to another, forward and backward.
 
 A layout gives a value one type per mesh axis: S (Shard of a dim), P (Partial: a summand), R (Replicate: equal on all
-    ranks, read
-by work that differs along the axis) or I (Invariant: equal, used alike). Gradients have the dual type: S with S, P
-with R, I with I. So the backward of every arrow is its *dual* arrow, and calls the same primitive: second
+ranks, read by work that differs along the axis) or I (Invariant: equal, used alike). Gradients have the dual type:
+S with S, P with R, I with I. So the backward of every arrow is its *dual* arrow, and calls the same primitive: second
 derivatives are right.
 
     forward        cost             backward

@@ -135,8 +135,7 @@ def contraction_plan(
     """(steps, layouts of the operands, raw layout of the local result, target) of `sh.dot` and `sh.sum`.
 
     A contraction over a sharded dim leaves the local result Partial, and the output resolves it: to S where an
-        output dim
-    takes the axis, to R where a `|` names it, else to I.
+    output dim takes the axis, to R where a `|` names it, else to I.
     """
     text, out = repr(equation.text), equation.output
     lays = [layout(side, mesh, rules) for side in equation.inputs]

@@ -96,8 +96,7 @@ class Sharding:
         """The product of two values over named dims: sh.dot(x, w, "batch seq embed, embed mlp -> batch seq mlp").
 
         A contraction over a sharded dim is summed before it returns: by reduce-scatter where an output dim takes the
-            axis, else
-        by all-reduce. `name` is what `remat` policies call this computation.
+        axis, else by all-reduce. `name` is what `remat` policies call this computation.
         """
         parsed = parse_equation(equation, 2)
         for value, side in zip((x, w), parsed.inputs, strict=True):

@@ -32,8 +32,7 @@ def check_layout(
     the mesh says.
 
     heads: query heads of the model. batch_size: sequences of the global batch. seq_len: tokens of a sequence. store:
-        axes
-    that hold parameters at rest.
+    axes that hold parameters at rest.
     """
 
     def size(*names: str) -> int:
