@@ -143,7 +143,7 @@ class TrainConfig:
     """Folder of the run: checkpoints, metrics, log and the resolved settings."""
     resume: bool = False
     """Go on from the newest checkpoint in `out`, by default with the settings of that run; flags override them."""
-    steps: int = 300
+    steps: int = 180
     """Optimizer steps in all, those before a resume included. More of them on a resume leave the order of the data as it
     was; a cosine, linear or wsd schedule is then that of the longer run."""
     seed: int = 0
