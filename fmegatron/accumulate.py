@@ -20,7 +20,7 @@ import torch
 
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
-from fmegatron.grad import Trainable, as_at_rest, higher_order, scalar, to_local, trainable_leaves
+from fmegatron.grad import Trainable, as_at_rest, higher_order, scalar, to_local, trainable_leaves, unscaled
 from fmegatron.sharding import Sharding
 from fmegatron.tree import detached, is_tensor, leaves, like, named, tensors, tree_map
 
@@ -60,7 +60,8 @@ def accumulate(
     enter: Callable[[Any], Any] | None = None,
     leave: Callable[[Any], Any] | None = None,
 ) -> Callable:
-    """f(params, batch, ctx=Ctx()) -> ((total, metrics), gradients) of `loss(params, batch, ctx) -> (terms, stats)`.
+    """f(params, batch, ctx=Ctx(), *, loss_scale=None) -> ((total, metrics), gradients) of a loss given as
+    `loss(params, batch, ctx) -> (terms, stats)`.
 
     loss: terms is a dict of `Term`s, or one Term; stats is a tree of further tensors or Terms (or None), summed over
         the batch.
@@ -78,6 +79,10 @@ def accumulate(
         a key in ctx, ctx.rows tells every microbatch the global indices of its rows, so that dropout masks do not
         depend on the cut.
 
+    f's loss_scale: a number by which what is differentiated is multiplied, in fp32 or wider, and the sum of the
+        gradients divided, in fp32 or wider, so that gradients in between do not vanish in fp16 (`dynamic_loss_scale`).
+        total and metrics are without it. Gradients that overflowed are infinite or not a number.
+
     Gradients are added in place as the backward makes them: memory holds one set of them. Inside a torch.func
     transform they can be differentiated again. Leaves at rest (DTensors) are unwrapped, and their gradients placed, as
     by `value_and_grad`. Raises UserError for a batch with fewer rows than microbatches, and for terms that disagree
@@ -86,7 +91,9 @@ def accumulate(
     if microbatches < 1:
         raise UserError(f"microbatches={microbatches} must be at least 1")
 
-    def run(params: Any, batch: Any, ctx: Ctx | None = None) -> tuple[tuple[torch.Tensor, dict[str, Any]], Any]:
+    def run(
+        params: Any, batch: Any, ctx: Ctx | None = None, *, loss_scale: float | None = None
+    ) -> tuple[tuple[torch.Tensor, dict[str, Any]], Any]:
         ctx = Ctx() if ctx is None else ctx
         wanted, at_rest, batch = trainable_leaves(params, trainable), params, to_local(batch)
         params = to_local(params)
@@ -98,12 +105,13 @@ def accumulate(
         known = None if weights is None else dict(weights(batch))
         scale = None if known is None else scales(known, ctx.sh)
         add_up = _add_by_torch_func if composable else _add_in_place
-        sums, grads = _Sums(), [None] * len(wanted)
+        sums = _Sums()
+        grads: list[Any] = [None] * len(wanted)
         for part, part_ctx in parts:
 
             def of(p: Any, part: Any = part, part_ctx: Ctx = part_ctx) -> tuple[torch.Tensor, dict[str, Any]]:
                 terms, stats = loss(p, part, part_ctx)
-                return evaluate(terms, stats, known, scale, ctx.sh)
+                return evaluate(terms, stats, known, scale, ctx.sh, loss_scale)
 
             aux = add_up(of, params, wanted, grads, wide)
             sums.add(aux)
@@ -115,6 +123,8 @@ def accumulate(
                     grads[i] = g * c if composable else g.mul_(c)
         if leave is not None:
             grads = leaves(leave(like(params, grads)))
+        if loss_scale is not None:  # behind the sums over ranks, which may be in a narrow dtype
+            grads = [unscaled(g, loss_scale, in_place=not composable) for g in grads]
         return (total, metrics), as_at_rest(grads, at_rest)
 
     return run
@@ -153,9 +163,14 @@ def summed(items: torch.Tensor, dims: str, sh: Sharding) -> torch.Tensor:
 
 
 def evaluate(
-    terms: Any, stats: Any, known: Mapping[str, Weight] | None, scale: Scales | None, sh: Sharding
+    terms: Any,
+    stats: Any,
+    known: Mapping[str, Weight] | None,
+    scale: Scales | None,
+    sh: Sharding,
+    loss_scale: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """(what to differentiate, sums) of one microbatch."""
+    """(what to differentiate, sums) of one microbatch. loss_scale multiplies the first alone."""
     if isinstance(terms, Term):
         terms = {next(iter(known)) if known and len(known) == 1 else "loss": terms}
     if not isinstance(terms, Mapping) or not terms or not all(isinstance(t, Term) for t in terms.values()):
@@ -173,15 +188,25 @@ def evaluate(
             )
         aux["weight"] = summed(term.weight, term.dims, sh)
         value = next(iter(sums.values()))
+        value = value if loss_scale is None else scaled(value, 1.0, loss_scale)
     else:
         if terms.keys() != known.keys():
             raise UserError(
                 f"the loss has the terms {', '.join(sorted(terms))}, "
                 f"but weights(batch) gives {', '.join(sorted(known))}: give every term one Weight"
             )
-        parts = [s * as_factor(scale[name][1], s) for name, s in sums.items()]
+        parts = [scaled(s, scale[name][1], loss_scale) for name, s in sums.items()]
         value = sum(parts[1:], start=parts[0])
     return scalar(value), aux
+
+
+def scaled(x: torch.Tensor, c: Any, loss_scale: float | None) -> torch.Tensor:
+    """x · c · loss_scale. The two factors are multiplied first: a scale of 65536 alone would not fit an fp16 x, whose
+    gradient is their product."""
+    if loss_scale is None:
+        return x * as_factor(c, x)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * as_factor(c * loss_scale, x)
 
 
 def as_factor(c: Any, of: torch.Tensor) -> Any:

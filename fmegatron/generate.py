@@ -14,9 +14,8 @@ from fmegatron.config import GenerateConfig
 from fmegatron.context import Ctx
 from fmegatron.data import load_tokenizer
 from fmegatron.errors import UserError
-from fmegatron.models.llama import Llama, LlamaConfig
+from fmegatron.models import Decoder, config_from_dict
 from fmegatron.precision import Precision, dtype_of
-from fmegatron.primitives import Llama3Scaling
 from fmegatron.sharding import Sharding
 from fmegatron.spec import abstract
 
@@ -130,12 +129,12 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
     return ids or [tokenizer.eod]
 
 
-def load_run(path: str, *, device: torch.device, dtype: torch.dtype | None = None) -> tuple[Llama, Any, Any, Path]:
+def load_run(path: str, *, device: torch.device, dtype: torch.dtype | None = None) -> tuple[Decoder, Any, Any, Path]:
     """(model, parameters on one device, tokenizer, checkpoint folder) of a run folder or one checkpoint."""
     folder = checkpoint.resolve(path)
     meta = checkpoint.read_meta(folder)
-    sizes = config_of(meta["model"])
-    model = Llama(sizes)
+    sizes = config_from_dict(meta["model"])
+    model = Decoder(sizes)
     saved = checkpoint.saved_dtype(folder, "params.embed")
     sh = Sharding(precision=Precision(params=saved))
     params = checkpoint.load_part(folder, "params", abstract(model.spec(), sh=sh), device=device)
@@ -143,12 +142,6 @@ def load_run(path: str, *, device: torch.device, dtype: torch.dtype | None = Non
         params = tree.tree_map(lambda t: t.to(dtype), params)
     run_folder = folder.parent.parent
     return model, params, load_tokenizer(run_folder / meta["tokenizer"]), folder
-
-
-def config_of(fields: dict[str, Any]) -> LlamaConfig:
-    """The sizes that a checkpoint's metadata tells."""
-    scaling = fields.get("rope_scaling")
-    return LlamaConfig(**{**fields, "rope_scaling": None if scaling is None else Llama3Scaling(**scaling)})
 
 
 def run(config: GenerateConfig) -> int:

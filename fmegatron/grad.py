@@ -17,9 +17,12 @@ Trainable = Any
 
 
 def value_and_grad(f: Callable, has_aux: bool = False, *, trainable: Trainable = None) -> Callable:
-    """f(params, *args) -> scalar becomes (params, *args) -> (value, gradients).
+    """f(params, *args) -> scalar becomes (params, *args, *, loss_scale=None) -> (value, gradients).
 
     has_aux: f returns (scalar, aux), and the result is ((value, aux), gradients).
+    loss_scale: a number by which the value is multiplied, in fp32 or wider, before it is differentiated, and the
+        gradients divided, in fp32 or wider, so that those in between do not vanish in fp16 (`dynamic_loss_scale`). The
+        value comes back without it.
 
     trainable: which leaves get a gradient: a tree of bools like params, or a predicate on a leaf's dotted name such as
         "layers.3.q". The others, and integer leaves, are constants and have None in place of a gradient.
@@ -31,7 +34,7 @@ def value_and_grad(f: Callable, has_aux: bool = False, *, trainable: Trainable =
     UserError when f's value is no 0-d floating-point tensor.
     """
 
-    def run(params: Any, *args: Any) -> tuple[Any, Any]:
+    def run(params: Any, *args: Any, loss_scale: float | None = None) -> tuple[Any, Any]:
         wanted = trainable_leaves(params, trainable)
         flat, args = leaves(to_local(params)), to_local(args)
         aux_builder: list[Callable] = []
@@ -42,7 +45,10 @@ def value_and_grad(f: Callable, has_aux: bool = False, *, trainable: Trainable =
             value, aux = f(p, *args) if has_aux else (f(p, *args), None)
             aux, build = tensors(aux)
             aux_builder.append(build)
-            return scalar(value), aux
+            value = scalar(value)
+            if loss_scale is not None:
+                value = value.to(torch.promote_types(value.dtype, torch.float32)) * loss_scale
+            return value, aux
 
         if higher_order((flat, args)):
             got, (value, aux) = torch.func.grad_and_value(of, has_aux=True)(
@@ -55,6 +61,10 @@ def value_and_grad(f: Callable, has_aux: bool = False, *, trainable: Trainable =
                 value, aux = of(some)
             got = gradients(value, some)
             value, aux = value.detach(), detached(aux)
+        if loss_scale is not None:
+            value, got = value / loss_scale, list(got)
+            for i in range(len(got)):  # not in place: autograd may give one tensor to two leaves
+                got[i] = unscaled(got[i], loss_scale)
         found = iter(got)
         grads = as_at_rest([next(found) if w else None for w in wanted], params)
         return ((value, aux_builder[0](aux)) if has_aux else value), grads
@@ -97,6 +107,14 @@ def gradients(value: torch.Tensor, some: list[torch.Tensor]) -> Iterable[torch.T
     if not value.requires_grad:
         return [torch.zeros_like(t) for t in some]
     return torch.autograd.grad(value, some, allow_unused=True, materialize_grads=True)
+
+
+def unscaled(g: torch.Tensor | None, loss_scale: float, *, in_place: bool = False) -> torch.Tensor | None:
+    """A gradient divided by the loss scale, in fp32 or wider; None stays."""
+    if g is None:
+        return None
+    wide = g.to(torch.promote_types(g.dtype, torch.float32))
+    return wide.mul_(1 / loss_scale) if in_place else wide * (1 / loss_scale)
 
 
 def scalar(value: Any) -> torch.Tensor:

@@ -19,7 +19,7 @@ from fmegatron.config import TrainConfig, nearest_name
 from fmegatron.data import TokenDataset, eval_batches
 from fmegatron.errors import UserError
 from fmegatron.mesh import Mesh, make_mesh, parse_axes
-from fmegatron.models.llama import LLAMA, Llama, LlamaConfig
+from fmegatron.models import PRESETS, Decoder, DecoderConfig
 from fmegatron.optim import Optimizer, adamw, chain, clip_by_global_norm, decay_mask, with_master
 from fmegatron.parallel.legality import check_layout
 from fmegatron.precision import Precision, dtype_of
@@ -54,7 +54,7 @@ class Run:
     """The functions of a run."""
 
     setup: Setup
-    model: Llama
+    model: Decoder
     spec: Any
     optimizer: Optimizer
     step: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
@@ -99,23 +99,23 @@ def make_setup(config: TrainConfig, device: torch.device, world: int, *, check_o
     precision = Precision(*dtypes)  # type: ignore[arg-type]
     rules = standard_rules(mesh, sequence_parallel=config.sp, store=config.store)
     sh = Sharding(mesh, rules, precision=precision)
-    sh.check_spec(Llama(sizes).spec())
+    sh.check_spec(Decoder(sizes).spec())
     return Setup(sh, mesh, device, precision)
 
 
-def model_config(config: TrainConfig, tokenizer_vocab: int | None) -> LlamaConfig:
+def model_config(config: TrainConfig, tokenizer_vocab: int | None) -> DecoderConfig:
     """The sizes of the model: the preset's, then the overrides. The tiny preset takes the tokenizer's vocabulary.
 
     Raises UserError for an unknown preset, sizes that do not fit each other, and a vocabulary smaller than the
     tokenizer's.
     """
-    if config.model not in LLAMA:
-        near = nearest_name(config.model, list(LLAMA))
-        raise UserError(f"--model {config.model} is no preset; did you mean {near}? Presets: {', '.join(LLAMA)}")
+    if config.model not in PRESETS:
+        near = nearest_name(config.model, list(PRESETS))
+        raise UserError(f"--model {config.model} is no preset; did you mean {near}? Presets: {', '.join(PRESETS)}")
     given = {f.name: getattr(config.model_overrides, f.name) for f in dataclasses.fields(config.model_overrides)}
     given["rope_base"] = given.pop("rope_theta")
     given = {k: v for k, v in given.items() if v is not None}
-    preset = LLAMA[config.model]
+    preset = PRESETS[config.model]
     if {"embed", "heads"} & given.keys():
         given.setdefault("head", None)
     if "heads" in given:
@@ -156,9 +156,9 @@ def make_optimizer(config: TrainConfig, spec: Any, precision: Precision) -> Opti
     return dataclasses.replace(optimizer, rate=rate)
 
 
-def make_run(config: TrainConfig, sizes: LlamaConfig, setup: Setup) -> Run:
+def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:
     """Model, optimizer and step."""
-    model = Llama(sizes, save=POLICIES[config.remat], compile=config.compile)
+    model = Decoder(sizes, save=POLICIES[config.remat], compile=config.compile)
     spec = model.spec()
     setup.sh.check_spec(spec)
     optimizer = make_optimizer(config, spec, setup.precision)
@@ -213,7 +213,7 @@ def describe(config: TrainConfig) -> int:
     """`fmegatron describe`: print the parameters with their placements on the mesh, without starting anything."""
     world = math.prod(parse_axes(config.mesh or "dp=1", argument="--mesh").values())
     setup = make_setup(config, torch.device("cpu"), world, check_only=True)
-    model = Llama(model_config(config, None))
+    model = Decoder(model_config(config, None))
     print(model.config)
     print(setup.mesh)
     print(describe_spec(model.spec(), sh=setup.sh))

@@ -42,7 +42,11 @@ class Precision:
     compute: what equations read; None means as `params`. Parameters are cast before they are gathered.
     reduce: gradients while they are summed over ranks and microbatches; None means fp32, or as compute when that is
         wider.
-    master: the copy that the optimizer updates; None means `params`. A wider copy lives in the optimizer's state.
+    master: the copy that the optimizer updates; None means `params`. A wider copy lives in the optimizer's state
+        (`optim.with_master`).
+
+    Whatever compute is, norms' statistics, softmax and the cross-entropy are in fp32, and so is the loss. With fp16,
+    most gradients of activations are too small for the format: give `train_step` a loss scale.
     """
 
     params: torch.dtype = torch.float32
@@ -53,6 +57,11 @@ class Precision:
     @property
     def compute_dtype(self) -> torch.dtype:
         return self.compute or self.params
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Do gradients pass through fp16, where without a loss scale most of them are zeros?"""
+        return torch.float16 in (self.params, self.compute_dtype)
 
     @property
     def reduce_dtype(self) -> torch.dtype:

@@ -18,7 +18,9 @@ import torch
 
 from fmegatron.accumulate import Weight, accumulate
 from fmegatron.context import Ctx
+from fmegatron.errors import UserError
 from fmegatron.function import under_torch_func
+from fmegatron.loss_scale import LossScale, LossScaling
 from fmegatron.optim import Optimizer, global_norm
 from fmegatron.random import Key, fold_in
 from fmegatron.sharding import Sharding
@@ -34,9 +36,12 @@ def _nothing() -> None:
 class TrainState:
     """All that a step changes.
 
-    step: steps made so far. params, opt: trees at rest. key: from which each step folds its own.
+    step: steps made so far, skipped ones included: the number of the next batch. params, opt: trees at rest.
+    key: from which each step folds its own.
     extras: what changes without a gradient (router biases, scaling histories), updated by `update_extras` of
         `train_step`.
+    loss_scale: with fp16, the state of its policy. As a tree a state without it has no such leaf, so that it loads
+        from checkpoints that were saved before there was one.
     """
 
     step: int
@@ -44,6 +49,7 @@ class TrainState:
     opt: Any
     key: Key | None = field(default_factory=_nothing)
     extras: Any = field(default_factory=_nothing)
+    loss_scale: LossScale | None = field(default_factory=_nothing)
 
     def __getattr__(self, name: str) -> Any:
         # reached only for a missing attribute: a donated state has none left
@@ -61,25 +67,32 @@ class TrainState:
         return fresh
 
 
-_FIELDS = ("step", "params", "opt", "key", "extras")
-optree.register_pytree_node(
-    TrainState,
-    lambda s: (tuple(getattr(s, name) for name in _FIELDS), None, _FIELDS),
-    lambda _, children: TrainState(*children),  # type: ignore[arg-type]
-    namespace=NAMESPACE,
-)
+_FIELDS = ("step", "params", "opt", "key", "extras", "loss_scale")
+
+
+def _flatten(state: TrainState) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
+    names = _FIELDS if state.loss_scale is not None else _FIELDS[:-1]
+    return tuple(getattr(state, name) for name in names), None, names
+
+
+def _unflatten(_: None, children: Any) -> TrainState:
+    return TrainState(*children)
+
+
+optree.register_pytree_node(TrainState, _flatten, _unflatten, namespace=NAMESPACE)  # type: ignore[arg-type]
 
 
 class NonFiniteError(RuntimeError):
     """A loss or a gradient is infinite or not a number. step: the number of the step, from 1; leaf: the first such
-    value's name."""
+    value's name; loss_scale: with loss scaling, the scale at which that was so, which cannot fall further."""
 
-    def __init__(self, step: int, leaf: str) -> None:
+    def __init__(self, step: int, leaf: str, loss_scale: float | None = None) -> None:
+        scale = "" if loss_scale is None else f", and the loss scale, {loss_scale:g}, cannot fall further"
         super().__init__(
-            f"step {step}: {leaf} is not finite; the state before this step is unchanged. "
+            f"step {step}: {leaf} is not finite{scale}; the state before this step is unchanged. "
             "Lower the learning rate, or find where it arose with --debug"
         )
-        self.step, self.leaf = step, leaf
+        self.step, self.leaf, self.loss_scale = step, leaf, loss_scale
 
 
 def train_step(
@@ -93,6 +106,7 @@ def train_step(
     donate: bool = False,
     check_finite: bool = True,
     update_extras: Callable[[Any, Any], Any] | None = None,
+    loss_scale: LossScaling | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
     """step(state, batch) -> (state, metrics) for `loss(params, batch, ctx) -> (terms, stats)`.
 
@@ -101,25 +115,53 @@ def train_step(
         error. By default a step is pure. Both give bitwise the same values.
     check_finite: raise NonFiniteError, before anything is changed, for a loss or gradient that is not finite.
     update_extras: (extras, stats) -> extras, by the step's reduced statistics, outside optimizer and norm.
+    loss_scale: a policy for fp16, such as `dynamic_loss_scale()`; the first state has TrainState(…,
+        loss_scale=policy.init()). The loss is multiplied by the scale, the summed gradients divided by it in fp32 or
+        wider, before norm, clipping and update.
+
+    A step whose loss or gradients are not finite is skipped with a loss scale: parameters, optimizer state (its count,
+    and so the learning rate) and extras come back as they were, the same tensors; the scale changes by its policy.
+    `state.step` goes on by one all the same, so the batch and the step's key are used up, as in Megatron-LM. All ranks
+    agree, since loss and norm are equal on all. NonFiniteError is raised only where the policy says that skipping can
+    no longer help, and never with check_finite=False.
 
     metrics: "loss", each term's mean by its name, "tokens" (the first term's weight), "grad_norm", "param_norm",
-        "lr", "stats". Numbers are
-    0-d tensors, equal on all ranks.
+        "lr" (that of this update: the schedule at the number of updates before it), "stats"; with a loss scale also
+        "loss_scale", the one that this step used, and "skipped", 0 or 1. Numbers are 0-d tensors or Python's, equal on
+        all ranks; losses and norms are without the scale.
+
+    Inside a torch.func transform no value can be read: nothing is checked or skipped, and state.loss_scale, by which
+    losses are multiplied and gradients divided as ever, stays.
+
+    Raises UserError with a loss_scale for a state without one. A state with one and no policy keeps it, unused.
     """
     sh = sh or Sharding()
     gradients = accumulate(loss, microbatches, weights=weights, trainable=trainable)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         ctx = Ctx(sh=sh, key=None if state.key is None else fold_in(state.key, state.step), extras=state.extras)
-        (total, found), grads = gradients(state.params, batch, ctx)
+        policy, scaling = loss_scale, state.loss_scale
+        if policy is not None and scaling is None:
+            raise UserError(
+                "train_step has a loss_scale, but the state has none: begin with TrainState(…, loss_scale=policy.init())"
+            )
+        scale = scaling.scale if policy and scaling else None
+        (total, found), grads = gradients(state.params, batch, ctx, loss_scale=scale)
         norm = global_norm(grads)
-        if check_finite and not under_torch_func():
-            _refuse_non_finite(state.step + 1, total, norm, found["terms"], grads)
+        finite, readable = True, not under_torch_func()
+        if readable and (check_finite or policy):
+            finite = _finite(total, norm)
+        if not finite and check_finite and not (policy and scaling and not policy.exhausted(scaling)):
+            raise NonFiniteError(state.step + 1, _first_not_finite(total, found["terms"], grads), scale)
         old = state._donate() if donate else state
-        rate = optimizer.rate(old.step) if callable(optimizer.rate) else optimizer.rate
-        params, _, opt = optimizer.update(old.params, grads, old.opt, donate=donate, grad_norm=norm)
-        extras = old.extras if update_extras is None else update_extras(old.extras, found["stats"])
-        new = TrainState(old.step + 1, params, opt, old.key, extras)
+        params, opt, extras = old.params, old.opt, old.extras
+        updates = old.step - (scaling.skipped if scaling else 0)
+        if finite:
+            params, _, opt = optimizer.update(params, grads, opt, donate=donate, grad_norm=norm)
+            extras = extras if update_extras is None else update_extras(extras, found["stats"])
+        if policy and scaling and readable:
+            scaling = policy.update(scaling, finite)
+        new = TrainState(old.step + 1, params, opt, old.key, extras, scaling)
         weight = next(iter(found["weights"].values()))
         metrics = {
             "loss": total,
@@ -127,33 +169,37 @@ def train_step(
             "tokens": weight,
             "grad_norm": norm,
             "param_norm": global_norm(params),
-            "lr": rate,
+            "lr": optimizer.rate(updates) if callable(optimizer.rate) else optimizer.rate,
             "stats": found["stats"],
         }
+        if policy:
+            metrics |= {"loss_scale": scale, "skipped": int(not finite)}
         return new, metrics
 
     return step
 
 
-def _refuse_non_finite(
-    step: int, total: torch.Tensor, norm: torch.Tensor, terms: Mapping[str, Any], grads: Any
-) -> None:
-    def finite(x: torch.Tensor) -> bool:
-        return (
-            all(bool(torch.isfinite(v).all()) for v in per_rank(x)) if simulating() else bool(torch.isfinite(x).all())
-        )
+def _finite(*values: torch.Tensor) -> bool:
+    """Are all of these 0-d tensors finite? Of each device one number is read, and waited for."""
+    if simulating():
+        return all(bool(torch.isfinite(v)) for x in values for v in per_rank(x))
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for x in values:
+        by_device.setdefault(x.device, []).append(torch.isfinite(x))
+    return all(bool(torch.stack(found).all()) for found in by_device.values())
 
-    if finite(total) and finite(norm):
-        return
+
+def _first_not_finite(total: torch.Tensor, terms: Mapping[str, Any], grads: Any) -> str:
+    """In words, the first value that is not finite."""
     for name, value in terms.items():
-        if not finite(value):
-            raise NonFiniteError(step, f"the loss term {name!r}")
-    if not finite(total):
-        raise NonFiniteError(step, "the loss")
+        if not _finite(value):
+            return f"the loss term {name!r}"
+    if not _finite(total):
+        return "the loss"
     for path, g in named(grads).items():
-        if is_float(g) and not finite(global_norm(g)):
-            raise NonFiniteError(step, f"the gradient of {path!r}")
-    raise NonFiniteError(step, "the norm of the gradients (each of them is finite)")
+        if is_float(g) and not _finite(global_norm(g)):
+            return f"the gradient of {path!r}"
+    return "the norm of the gradients (each of them is finite)"
 
 
 def evaluate(

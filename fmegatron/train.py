@@ -37,9 +37,9 @@ from fmegatron.data import (
 from fmegatron.data.prepare import Prepared
 from fmegatron.debug import explain_step
 from fmegatron.errors import UserError
-from fmegatron.generate import config_of, generate_tokens, prompt_ids
+from fmegatron.generate import generate_tokens, prompt_ids
 from fmegatron.launch import close_distributed, init_distributed
-from fmegatron.models.llama import LlamaConfig
+from fmegatron.models import DecoderConfig, config_from_dict, config_to_dict
 from fmegatron.precision import dtype_name
 from fmegatron.report import Reporter, measure_matmul_flops
 from fmegatron.sharding import Sharding
@@ -146,9 +146,9 @@ def newest_checkpoint(config: TrainConfig) -> checkpoint.Info | None:
     return found
 
 
-def check_same_model(config: TrainConfig, begun: checkpoint.Info) -> LlamaConfig:
+def check_same_model(config: TrainConfig, begun: checkpoint.Info) -> DecoderConfig:
     """The sizes of the run's model. Raises UserError when the settings ask for others than the checkpoint holds."""
-    saved = config_of(begun.meta["model"])
+    saved = config_from_dict(begun.meta["model"])
     wanted = job.model_config(config, saved.vocab)
     wanted = dataclasses.replace(wanted, max_seq=saved.max_seq, init_std=saved.init_std)
     fields = [f.name for f in dataclasses.fields(saved) if f.name != "dropout"]
@@ -334,8 +334,7 @@ class Loop:
 
     def save(self, state: TrainState) -> None:
         meta = {
-            "model": dataclasses.asdict(self.run.model.config),
-            "family": "llama",
+            "model": config_to_dict(self.run.model.config),
             "tokenizer": os.path.relpath(self.data.tokenizer_path, self.out),
             "tokenizer_fingerprint": fingerprint(self.tokenizer),
             "seq_len": self.config.batch.seq_len,

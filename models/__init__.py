@@ -1,6 +1,18 @@
 """Model families as pure functions, and folders of Hugging Face transformers."""
 
-from fmegatron.models.hf import HFTensor, load_hf, save_hf
-from fmegatron.models.llama import LLAMA, Llama, LlamaConfig
+from fmegatron.models.config import DecoderConfig, config_from_dict, config_to_dict
+from fmegatron.models.decoder import Decoder
+from fmegatron.models.hf import load_hf, save_hf
+from fmegatron.models.hf_names import HFTensor
+from fmegatron.models.presets import PRESETS
 
-__all__ = ["LLAMA", "HFTensor", "Llama", "LlamaConfig", "load_hf", "save_hf"]
+__all__ = [
+    "PRESETS",
+    "Decoder",
+    "DecoderConfig",
+    "HFTensor",
+    "config_from_dict",
+    "config_to_dict",
+    "load_hf",
+    "save_hf",
+]

@@ -3,8 +3,8 @@
     model, params = load_hf("folder", sh=sh)
     save_hf("other", model, params, tokenizer="folder")
 
-A family is a module beside this one with `config_from_hf(fields) -> config`, `config_to_hf(config) -> fields`,
-`hf_map(config) -> {our dotted name: HFTensor}` and a model class that is made from a config.
+A family is a module beside this one with `config_from_hf(fields, ignore=…) -> config`, `config_to_hf(config) -> fields`
+and `hf_map(config, spec) -> {our dotted name: HFTensor}`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 import os
 import re
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,15 +28,31 @@ from fmegatron.checkpoint.ranks import is_first, on_first, together
 from fmegatron.data.tokenizer import load_tokenizer, save_tokenizer
 from fmegatron.errors import UserError
 from fmegatron.models import safetensors_files as files
+from fmegatron.models.decoder import Decoder
+from fmegatron.models.hf_names import HFTensor
 from fmegatron.precision import dtype_name, dtype_of
+from fmegatron.random import Key, fold_in, key, normal
 from fmegatron.sharding import Sharding
 from fmegatron.spec import Param, params_of
 
-# config.json's model_type: (module, the model's class)
-FAMILIES = {"llama": ("fmegatron.models.llama", "Llama")}
+# config.json's model_type: the family's module.
+FAMILIES = {
+    "llama": "fmegatron.models.llama",
+    "mistral": "fmegatron.models.mistral",
+    "qwen2": "fmegatron.models.qwen",
+    "qwen3": "fmegatron.models.qwen",
+    "gemma2": "fmegatron.models.gemma",
+    "gemma3_text": "fmegatron.models.gemma",
+    "phi3": "fmegatron.models.phi",
+    "olmo2": "fmegatron.models.olmo",
+    "gpt2": "fmegatron.models.gpt",
+}
 
 # Constant tables that old versions of transformers saved beside the parameters.
-NOT_PARAMETERS = ("rotary_emb.inv_freq",)
+NOT_PARAMETERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+# A new row of the vocabulary is the mean of the old ones plus this share of their standard deviation.
+NEW_ROW_NOISE = 0.01
+ROWS = 4096  # rows of the vocabulary read at once for their mean
 
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -58,25 +73,6 @@ MADE_BY = {"format": "pt", "made_by": "fmegatron"}
 SHOWN = 8  # names listed in an error
 
 
-@dataclasses.dataclass(frozen=True)
-class HFTensor:
-    """A Hugging Face tensor: its name, and how it lays out our dims, "(kv group head) embed" (brackets: one of its
-    dims)."""
-
-    name: str
-    dims: str
-
-    @property
-    def groups(self) -> list[list[str]]:
-        """Per dim of the Hugging Face tensor, our dims in it."""
-        return [(inside or single).split() for inside, single in re.findall(r"\(([^)]*)\)|(\S+)", self.dims)]
-
-    def shape(self, param: Param) -> tuple[int, ...]:
-        """The Hugging Face tensor's shape for a parameter of ours."""
-        size = dict(zip(param.names, param.shape, strict=True))
-        return tuple(math.prod(size[n] for n in group) for group in self.groups)
-
-
 # Loading
 
 
@@ -86,13 +82,20 @@ def load_hf(
     dtype: torch.dtype | str | None = None,
     sh: Sharding | None = None,
     device: torch.device | str | None = None,
+    vocab: int | None = None,
+    seed: int = 0,
+    ignore_fields: tuple[str, ...] = (),
     **overrides: Any,
-) -> tuple[Any, Any]:
+) -> tuple[Decoder, Any]:
     """(model, params) of a folder that transformers wrote. Each rank reads and allocates its own shards only.
 
     dtype: of the parameters; None means that of sh.precision, which is float32 by default.
     sh: where parameters lie; the leaves are then DTensors at rest. None means plain tensors.
     device: where to; None means sh's, which is the CPU by default.
+    vocab: another size of the vocabulary. Fewer rows: the last ones are left out. More: each new row of the embedding
+        and of the output matrix is the mean of the old rows, so that no new token outweighs the old ones (Hewitt 2021),
+        plus 1 % of their standard deviation times normal noise, drawn from `seed` by global position.
+    ignore_fields: fields of config.json that are not known here and that you know to change nothing.
     overrides: fields of the family's config or of its model that replace those of config.json (dropout=0.1).
 
     Raises UserError, before anything is allocated, for an absent or damaged file, a family or a field that is not
@@ -100,21 +103,37 @@ def load_hf(
     """
     folder = Path(folder)
     sh = sh or Sharding()
-    model, family = _model(folder, overrides)
+    model = model_of(folder, vocab=vocab, ignore_fields=ignore_fields, **overrides)
     spec = model.spec()
     sh.check_spec(spec)
-    params, layout = params_of(spec), family.hf_map(model.config)
+    params = params_of(spec)
     found = files.tensors_of(folder)
-    _check(folder, found, params, layout, tied=getattr(model.config, "tied", False))
+    layout = _as_in_file(family_of(model).hf_map(model.config, spec), found)
+    saved_vocab = read_config(folder)["vocab_size"]
+    _check(folder, found, params, layout, model.config.tied, saved_vocab)
     leaves: dict[str, torch.Tensor] = {}
     for file in sorted({found[layout[path].name].file for path in params}):
         with files.opened(file) as f:
             for path, param in params.items():
                 if found[layout[path].name].file == file:
                     wanted = param.dtype or (sh.precision.params if dtype is None else dtype_of(dtype))
-                    part = _read(f, param, layout[path], sh, wanted)
+                    if "vocab" in param.names and model.config.vocab > saved_vocab:
+                        noise = fold_in(key(seed), path)
+                        part = _read_with_new_rows(f, param, layout[path], sh, wanted, saved_vocab, noise)
+                    else:
+                        part = _read(f, param, layout[path], sh, wanted)
                     leaves[path] = sh.at_rest(part.to(device if device is not None else sh.device), param)
     return model, tree.like(spec, [leaves[path] for path in params])
+
+
+def family_of(model: Any) -> Any:
+    """The module of a model's family. Raises UserError for a model that has none."""
+    kind = getattr(getattr(model, "config", None), "family", None)
+    if kind not in FAMILIES:
+        raise UserError(
+            f"{type(model).__name__} of family {kind!r} has no Hugging Face layout: only {', '.join(FAMILIES)} have"
+        )
+    return importlib.import_module(FAMILIES[kind])
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -133,29 +152,45 @@ def read_config(folder: Path) -> dict[str, Any]:
     return fields
 
 
-def _model(folder: Path, overrides: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(model, family module) that config.json describes."""
+def model_of(
+    folder: str | os.PathLike[str],
+    *,
+    vocab: int | None = None,
+    ignore_fields: tuple[str, ...] = (),
+    **overrides: Any,
+) -> Decoder:
+    """The model that a folder's config.json describes. Arguments and errors as for `load_hf`."""
+    folder = Path(folder)
     fields = read_config(folder)
     kind = fields.get("model_type")
     if kind not in FAMILIES:
         raise UserError(f"{folder / 'config.json'}: model_type {kind!r} is not supported: only {', '.join(FAMILIES)}")
     if fields.get("quantization_config"):
         raise UserError(f"{folder / 'config.json'}: quantization_config: quantized weights are not supported")
-    module, name = FAMILIES[kind]
-    family = importlib.import_module(module)
-    model_class = getattr(family, name)
+    fields = {n: v for n, v in fields.items() if n != "quantization_config"}
     try:
-        config = family.config_from_hf(fields)
+        config = importlib.import_module(FAMILIES[kind]).config_from_hf(fields, ignore=ignore_fields)
     except KeyError as e:
         raise UserError(f"{folder / 'config.json'} has no field {e.args[0]!r}") from None
-    of_config = {f.name for f in dataclasses.fields(config)}
-    of_model = {f.name for f in dataclasses.fields(model_class) if f.init} - {"config"}
+    of_config = {f.name for f in dataclasses.fields(config)} - {"vocab", "family"}
+    of_model = {f.name for f in dataclasses.fields(Decoder) if f.init} - {"config"}
     if unknown := [n for n in overrides if n not in of_config | of_model]:
         raise UserError(
             f"load_hf: {unknown[0]!r} is no field of {kind}: it has {', '.join(sorted(of_config | of_model))}"
         )
-    config = dataclasses.replace(config, **{n: v for n, v in overrides.items() if n in of_config})
-    return model_class(config, **{n: v for n, v in overrides.items() if n in of_model}), family
+    changes = {n: v for n, v in overrides.items() if n in of_config}
+    config = dataclasses.replace(config, **changes, **({} if vocab is None else {"vocab": vocab}))
+    return Decoder(config, **{n: v for n, v in overrides.items() if n in of_model})
+
+
+def _as_in_file(layout: Mapping[str, HFTensor], found: Mapping[str, files.Found]) -> dict[str, HFTensor]:
+    """The layout with names as the files have them: a bare model's (GPT-2 as it was published) lack the first part."""
+
+    def actual(name: str) -> str:
+        bare = name.split(".", 1)[1]
+        return bare if name not in found and bare in found else name
+
+    return {path: dataclasses.replace(t, name=actual(t.name)) for path, t in layout.items()}
 
 
 def _check(
@@ -164,10 +199,10 @@ def _check(
     params: Mapping[str, Param],
     layout: Mapping[str, HFTensor],
     tied: bool,
+    saved_vocab: int,
 ) -> None:
-    if params.keys() != layout.keys():
-        raise RuntimeError(f"hf_map and spec differ: {sorted(params.keys() ^ layout.keys())[:SHOWN]}")
-    expected = {layout[path].name: layout[path].shape(param) for path, param in params.items()}
+    as_saved = {path: _with_vocab(param, saved_vocab) for path, param in params.items()}
+    expected = {layout[path].name: layout[path].shape(param) for path, param in as_saved.items()}
     ignored = [n for n in found if n.endswith(NOT_PARAMETERS) or tied and n == "lm_head.weight"]
     both = [n for n in expected if n in found]
     problems = {
@@ -184,6 +219,12 @@ def _check(
         raise UserError(f"the tensors in {folder} do not fit its config.json: {_listed(problems)}")
 
 
+def _with_vocab(param: Param, vocab: int) -> Param:
+    """A parameter for another size of the vocabulary."""
+    shape = tuple(vocab if n == "vocab" else size for n, size in zip(param.names, param.shape, strict=True))
+    return dataclasses.replace(param, shape=shape)
+
+
 def _listed(problems: Mapping[str, list[str]]) -> str:
     texts = []
     for what, names in problems.items():
@@ -195,12 +236,47 @@ def _listed(problems: Mapping[str, list[str]]) -> str:
 
 def _read(f: Any, param: Param, layout: HFTensor, sh: Sharding, dtype: torch.dtype) -> torch.Tensor:
     """This rank's shard of a parameter from an open file."""
-    positions = dict(zip(param.names, sh.stored_index(param) or [None] * len(param.shape), strict=True))
+    held = dict(zip(param.names, sh.stored_index(param) or [None] * len(param.shape), strict=True))
+    return _read_part(f, param, layout, held, dtype)
+
+
+def _read_part(
+    f: Any, param: Param, layout: HFTensor, held: Mapping[str, torch.Tensor | None], dtype: torch.dtype
+) -> torch.Tensor:
+    """The part of a parameter at the positions `held` of each dim (None: all), in our order of dims."""
     size = dict(zip(param.names, param.shape, strict=True))
-    part = files.part_of(f, layout.name, [_runs(group, size, positions) for group in layout.groups], dtype)
+    runs = [_runs(group, size, held) for group in layout.groups]
+    runs[layout.dim] = [(a + layout.start, b + layout.start) for a, b in runs[layout.dim]]
+    part = files.part_of(f, layout.name, runs, dtype)
     theirs = [n for group in layout.groups for n in group]
-    local = dict(zip(param.names, sh.stored_shape(param), strict=True))
+    local = {n: size[n] if held[n] is None else len(held[n]) for n in theirs}  # type: ignore[arg-type]
     return part.view([local[n] for n in theirs]).permute([theirs.index(n) for n in param.names]).contiguous()
+
+
+def _read_with_new_rows(
+    f: Any, param: Param, layout: HFTensor, sh: Sharding, dtype: torch.dtype, saved: int, noise: Key
+) -> torch.Tensor:
+    """This rank's shard of a table [vocab embed] of more rows than the `saved` ones in the file (see `load_hf`)."""
+    stored = sh.stored_index(param) or [None] * len(param.shape)
+    index = [torch.arange(n) if i is None else i.cpu() for i, n in zip(stored, param.shape, strict=True)]
+    held, at = dict(zip(param.names, index, strict=True)), param.names.index("vocab")
+    old = _with_vocab(param, saved)
+
+    def rows(which: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return _read_part(f, old, layout, {**held, "vocab": which}, dtype)
+
+    total = squares = torch.zeros(())
+    for start in range(0, saved, ROWS):
+        some = rows(torch.arange(start, min(start + ROWS, saved)), torch.float64)
+        total, squares = total + some.sum(at, keepdim=True), squares + some.square().sum(at, keepdim=True)
+    mean = total / saved
+    spread = (squares / saved - mean.square()).clamp(min=0).sqrt()
+    new_ids = held["vocab"][held["vocab"] >= saved]
+    index[at] = new_ids
+    fresh = normal(noise, param.shape, index=tuple(index), dtype=torch.float64)
+    fresh = (mean + NEW_ROW_NOISE * spread * fresh).to(dtype)
+    kept = held["vocab"][held["vocab"] < saved]
+    return torch.cat([rows(kept, dtype), fresh], at) if len(kept) else fresh
 
 
 def _runs(
@@ -247,35 +323,36 @@ def save_hf(
     vocabulary.
     """
     folder = Path(os.path.abspath(folder))
-    family = sys.modules[type(model).__module__]
-    if not hasattr(family, "hf_map"):
-        raise UserError(
-            f"{type(model).__name__} has no Hugging Face layout: only {', '.join(FAMILIES)} can be saved so"
-        )
+    fields = fields_of(model)
     spec = params_of(model.spec())
     leaves = tree.named(params)
-    layout = family.hf_map(model.config)
+    layout = family_of(model).hf_map(model.config, model.spec())
     together(lambda: _check_params(spec, leaves))
     wanted = None if dtype is None else dtype_of(dtype)
-    entries = [files.Entry(t.name, t.shape(spec[p]), wanted or leaves[p].dtype) for p, t in layout.items()]
-    path_of = {t.name: p for p, t in layout.items()}
+    paths: dict[str, list[str]] = {}  # of our parameters in each of their tensors, in order
+    for p, t in sorted(layout.items(), key=lambda item: item[1].start):
+        paths.setdefault(t.name, []).append(p)
+    names = dict.fromkeys(t.name for t in layout.values())
+    first = {name: paths[name][0] for name in names}
+    entries = [files.Entry(n, layout[p].shape(spec[p]), wanted or leaves[p].dtype) for n, p in first.items()]
     shards = files.shards(entries, max_shard_bytes)
     temporary = folder.with_name(f".tmp-{folder.name}")
-    fields = {**family.config_to_hf(model.config), "torch_dtype": dtype_name(entries[0].dtype)}
+    fields = {**fields, "torch_dtype": dtype_name(entries[0].dtype)}
     on_first(lambda: _begin(folder, temporary, fields, tokenizer, overwrite))
     failure: Exception | None = None
     for name, group in shards.items():
         file: BinaryIO | None = None
         for i, entry in enumerate(group):
-            whole = _whole(leaves[path_of[entry.name]])
+            whole = [_whole(leaves[p]) for p in paths[entry.name]]
             # rank 0 goes on gathering after a failure, for the others' sake
             if is_first() and failure is None:
                 try:
                     if file is None:
                         file = open(temporary / name, "wb")  # noqa: SIM115
                         files.write_header(file, group, MADE_BY)
-                    param, theirs = spec[path_of[entry.name]], layout[path_of[entry.name]]
-                    files.write_tensor(file, _theirs(whole.to(entry.dtype), param, theirs))
+                    parts = zip(whole, paths[entry.name], strict=True)
+                    theirs = [_theirs(x.to(entry.dtype), spec[p], layout[p]) for x, p in parts]
+                    files.write_tensor(file, torch.cat(theirs, layout[paths[entry.name][0]].dim))
                     if i == len(group) - 1:
                         files.finish(file)
                 except OSError as e:
@@ -294,6 +371,28 @@ def save_hf(
             raise UserError(f"cannot write {folder}: {e.strerror or e}; free space or choose another folder") from None
 
     on_first(publish)
+
+
+def fields_of(model: Any) -> dict[str, Any]:
+    """The fields of config.json that describe a model. Raises UserError when its family cannot express it."""
+    family, config = family_of(model), model.config
+    fields = family.config_to_hf(config)
+    back = family.config_from_hf(fields)
+    differ = [
+        f.name
+        for f in dataclasses.fields(config)
+        if f.name != "dropout" and not _alike(getattr(back, f.name), getattr(config, f.name))
+    ]
+    if differ:
+        raise UserError(
+            f"{differ[0]}={getattr(config, differ[0])!r} cannot be written: a config.json of {config.family} means "
+            f"{getattr(back, differ[0])!r}; make the model with the family= that has it"
+        )
+    return fields
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return a == b or (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-12))
 
 
 def _check_params(spec: Mapping[str, Param], leaves: Mapping[str, Any]) -> None:
@@ -323,7 +422,7 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 def _theirs(x: torch.Tensor, param: Param, layout: HFTensor) -> torch.Tensor:
     """A parameter of ours in Hugging Face's layout."""
     theirs = [n for group in layout.groups for n in group]
-    return x.permute([param.names.index(n) for n in theirs]).reshape(layout.shape(param))
+    return x.permute([param.names.index(n) for n in theirs]).reshape(layout.part_shape(param))
 
 
 def _begin(folder: Path, temporary: Path, fields: dict[str, Any], tokenizer: Any, overwrite: bool) -> None:

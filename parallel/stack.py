@@ -84,6 +84,7 @@ def stack(
     free: bool = True,
     compile: bool | Mapping[str, Any] = False,
     store: Store | Callable[[Ctx], Store | None] | None = None,
+    context: Callable[[Ctx, int], Ctx] | None = None,
 ) -> Callable:
     """f(layers, carry, ctx) -> carry: block(params, carry, ctx) for every layer in turn.
 
@@ -97,6 +98,8 @@ def stack(
         alive. If not, they are kept from forward to backward (ZeRO-2's exchange of memory for communication).
     compile: compile the block, innermost; or the arguments of torch.compile. fullgraph is the default.
     store: another way to keep parameters than `spec`; or a function of ctx that gives it.
+    context: (ctx, index) -> ctx: what else layers of one kind find in their context. A block that reads `ctx.layer`
+        is compiled once a layer, one that reads what its kind has in common once a kind.
 
     Under torch.func, in the checking mode, and where there is nothing to gather this is a plain loop over the layers.
     """
@@ -116,7 +119,8 @@ def stack(
             key = fold_in(key, index)
             # Numbers in a key are constants of a graph: every layer would be compiled anew.
             key = to_tensor(key, ctx.sh.device) if inner is not block else key
-        return ctx.replace(layer=index, key=key)
+        ctx = ctx.replace(layer=index, key=key)
+        return ctx if context is None else context(ctx, index)
 
     def plain(layers: Mapping[int, Any], carry: Any, ctx: Ctx) -> Any:
         own = store_of(ctx)

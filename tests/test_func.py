@@ -11,7 +11,7 @@ from fmegatron.errors import ShardingError, UserError
 from fmegatron.func import jacrev, vmap
 from fmegatron.grad import value_and_grad
 from fmegatron.mesh import everywhere, make_mesh
-from fmegatron.models.llama import Llama, LlamaConfig
+from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.precision import Precision
 from fmegatron.random import key
 from fmegatron.remat import nothing
@@ -21,8 +21,8 @@ from fmegatron.simulation import per_rank, simulate
 from fmegatron.spec import init, params_of
 
 DOUBLE = Precision(params=torch.float64)
-CONFIG = LlamaConfig(vocab=8, embed=8, layers=1, heads=4, kv_heads=2, head=2, mlp=8, tied=True)
-MODEL = Llama(CONFIG)
+CONFIG = DecoderConfig(vocab=8, embed=8, layers=1, heads=4, kv_heads=2, head=2, mlp=8, tied=True)
+MODEL = Decoder(CONFIG)
 SPEC = MODEL.spec()
 ROWS, SEQ, ITEMS = 4, 4, 2
 PARAMS = init(SPEC, key(0), sh=Sharding(precision=DOUBLE))
@@ -196,7 +196,7 @@ def test_forward_mode_is_refused_by_torch():
 
 
 def test_recomputation_composes_with_torch_func():
-    sh, model = Sharding(precision=DOUBLE), Llama(CONFIG, save=nothing)
+    sh, model = Sharding(precision=DOUBLE), Decoder(CONFIG, save=nothing)
     got = torch.func.grad(lambda p: loss(p, item(BATCHES, 0), sh, model))(PARAMS)
     for g, w in zip(tree.leaves(got), tree.leaves(WANTED["grad"]), strict=True):
         close(g, w)

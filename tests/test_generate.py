@@ -10,20 +10,20 @@ import torch
 from fmegatron import cli, generate
 from fmegatron.data import load_tokenizer
 from fmegatron.generate import Printer, continuation, draw, generate_tokens, load_run
-from fmegatron.models.llama import Llama, LlamaConfig
+from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.random import fold_in, key
 from fmegatron.sharding import Sharding
 from fmegatron.spec import init
 from tests.train_runs import flags, go, write_corpus
 
 torch.set_num_threads(1)
-SMALL = LlamaConfig(vocab=97, embed=32, layers=2, heads=4, kv_heads=2, mlp=64, init_std=0.3)
+SMALL = DecoderConfig(vocab=97, embed=32, layers=2, heads=4, kv_heads=2, mlp=64, init_std=0.3)
 PROMPTS = [[5, 17, 3], [8], [1, 2, 3, 4, 5, 6, 7, 90, 11], [44, 44]]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return Llama(SMALL)
+    return Decoder(SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +81,10 @@ def test_a_cached_step_processes_one_token(model, params) -> None:
     """The prompt goes through the layers once, then every step one token a row."""
     seen = []
 
-    class Counting(Llama):
+    class Counting(Decoder):
         def block(self, p, x, ctx):
             seen.append(x[0].shape[1])
-            return Llama.block(self, p, x, ctx)
+            return Decoder.block(self, p, x, ctx)
 
     counting = Counting(SMALL)
     found = generate_tokens(counting, params, PROMPTS, tokens=6)
@@ -98,9 +98,9 @@ def test_cached_logits_are_those_of_the_whole_sequence(model, params) -> None:
     wide = init(model.spec(), key(3), sh=sh)
     logits = []
 
-    class Recording(Llama):
+    class Recording(Decoder):
         def cached(self, *arguments, **options):
-            logits.append(Llama.cached(self, *arguments, **options))
+            logits.append(Decoder.cached(self, *arguments, **options))
             return logits[-1]
 
     (new,) = generate_tokens(Recording(SMALL), wide, PROMPTS[:1], tokens=10, temperature=1.0, sh=sh)

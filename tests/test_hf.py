@@ -17,7 +17,7 @@ from fmegatron import tree
 from fmegatron.data.tokenizer import save_tokenizer, train_bpe
 from fmegatron.errors import UserError
 from fmegatron.mesh import make_mesh
-from fmegatron.models import Llama, LlamaConfig, hf, load_hf, safetensors_files, save_hf
+from fmegatron.models import Decoder, DecoderConfig, hf, load_hf, safetensors_files, save_hf
 from fmegatron.precision import Precision
 from fmegatron.random import key
 from fmegatron.rules import standard_rules
@@ -105,8 +105,8 @@ def ctx_of(dtype: torch.dtype) -> Any:
 
 
 def test_a_model_made_here_has_its_logits_in_transformers(tmp_path):
-    config = LlamaConfig(vocab=101, embed=24, layers=2, heads=6, kv_heads=3, head=8, mlp=36, norm_eps=1e-6)
-    model = Llama(config)
+    config = DecoderConfig(vocab=101, embed=24, layers=2, heads=6, kv_heads=3, head=8, mlp=36, norm_eps=1e-6)
+    model = Decoder(config)
     params = tree.tree_map(lambda t: t.double() * 5, init(model.spec(), key(0)))
     save_hf(tmp_path / "out", model, params)
     ours = model.logits(params, TOKENS, ctx_of(torch.float64)).detach()
@@ -181,7 +181,7 @@ def test_each_rank_reads_its_own_bytes_only(tmp_path, monkeypatch, mesh, rules):
     theirs(tmp_path, vocab_size=102, shard="6KB")
     _, whole = load_hf(tmp_path)
     monkeypatch.setattr(safetensors_files.safetensors, "safe_open", Counting)
-    model = Llama(hf.importlib.import_module("fmegatron.models.llama").config_from_hf(hf.read_config(tmp_path)))
+    model = Decoder(hf.importlib.import_module("fmegatron.models.llama").config_from_hf(hf.read_config(tmp_path)))
     spec = params_of(model.spec())
     world = 1
     for part in mesh.split(","):
@@ -285,7 +285,7 @@ def test_folders_that_cannot_be_loaded(folder, damage, message):
 def test_the_tokenizer_travels_and_gives_the_ids(tmp_path):
     tokenizer = train_bpe(["to be or not to be " * 9], vocab_size=264)
     save_tokenizer(tokenizer, tmp_path / "tokenizer")
-    model = Llama(LlamaConfig(vocab=tokenizer.vocab_size, embed=8, layers=1, heads=2, mlp=8))
+    model = Decoder(DecoderConfig(vocab=tokenizer.vocab_size, embed=8, layers=1, heads=2, mlp=8))
     params = init(model.spec(), key(0))
     for name, source in {"a": tmp_path / "tokenizer", "b": tmp_path / "tokenizer" / "tokenizer.json"}.items():
         save_hf(tmp_path / name, model, params, tokenizer=source)
@@ -295,7 +295,7 @@ def test_the_tokenizer_travels_and_gives_the_ids(tmp_path):
         generation = transformers.GenerationConfig.from_pretrained(tmp_path / name)
         assert config.eos_token_id == generation.eos_token_id == loaded.eos_token_id == tokenizer.eod
         assert config.bos_token_id is None
-    small = Llama(LlamaConfig(vocab=100, embed=8, layers=1, heads=2, mlp=8))
+    small = Decoder(DecoderConfig(vocab=100, embed=8, layers=1, heads=2, mlp=8))
     with pytest.raises(UserError, match="has 26. tokens, the model a vocabulary of 100"):
         save_hf(tmp_path / "c", small, init(small.spec(), key(0)), tokenizer=tmp_path / "tokenizer")
     with pytest.raises(UserError, match="does not exist"):

@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 from fmegatron import tree
 from fmegatron.errors import UserError
 from fmegatron.mesh import make_mesh
-from fmegatron.models import Llama, LlamaConfig, load_hf, save_hf
+from fmegatron.models import Decoder, DecoderConfig, load_hf, save_hf
 from fmegatron.random import key
 from fmegatron.rules import standard_rules
 from fmegatron.sharding import Sharding
 from fmegatron.spec import abstract, init, local_bytes
 from tests.checkpoint_ranks import Ranks
 
-MODEL = Llama(LlamaConfig(vocab=60, embed=24, layers=2, heads=6, kv_heads=3, head=4, mlp=36, tied=True))
+MODEL = Decoder(DecoderConfig(vocab=60, embed=24, layers=2, heads=6, kv_heads=3, head=4, mlp=36, tied=True))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from fmegatron.accumulate import accumulate
 from fmegatron.checking import check
 from fmegatron.context import Ctx
 from fmegatron.mesh import make_mesh, parse_axes
-from fmegatron.models.llama import LLAMA, Llama, LlamaConfig, config_from_hf, config_to_hf, hf_map
+from fmegatron.models import PRESETS, Decoder, DecoderConfig
+from fmegatron.models.llama import config_from_hf, config_to_hf, hf_map
 from fmegatron.precision import Precision
 from fmegatron.primitives import Llama3Scaling
 from fmegatron.random import key
@@ -25,7 +26,7 @@ from fmegatron.split import everything
 from tests.processes import processes
 
 DOUBLE = Precision(params=torch.float64)
-ODD = LlamaConfig(vocab=101, embed=24, layers=2, heads=6, kv_heads=3, head=10, mlp=36, rope_base=500.0)
+ODD = DecoderConfig(vocab=101, embed=24, layers=2, heads=6, kv_heads=3, head=10, mlp=36, rope_base=500.0)
 SCALED = dataclasses.replace(ODD, kv_heads=2, tied=True, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 16))
 
 
@@ -75,7 +76,7 @@ def ours_of(tensors, config, dtype):
             return t.view(c.embed, c.kv_heads, c.group, c.head).permute(1, 2, 3, 0)
         return t.T if dims in ("mlp embed", "embed mlp") else t
 
-    spec, mapped = Llama(config).spec(), hf_map(config)
+    spec, mapped = Decoder(config).spec(), hf_map(config, Decoder(config).spec())
     return tree.like(spec, [convert(p, mapped[p]).contiguous() for p in params_of(spec)])
 
 
@@ -99,7 +100,7 @@ def test_logits_and_gradients_equal_transformers(config, dtype, bound):
         each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
         loss = (each * batch["mask"].flatten()).sum() / batch["mask"].sum()
         loss.backward()
-    model = Llama(config)
+    model = Decoder(config)
     params = ours_of(reference.state_dict(), config, dtype)
     ctx = Ctx(sh=Sharding(precision=Precision(params=dtype)))
     got = model.logits(params, batch["tokens"], ctx)
@@ -113,7 +114,7 @@ def test_logits_and_gradients_equal_transformers(config, dtype, bound):
 
 
 def test_config_round_trip_and_refusals():
-    for config in (ODD, SCALED, LLAMA["llama3.1-8b"]):
+    for config in (ODD, SCALED, PRESETS["llama3.1-8b"]):
         assert dataclasses.replace(config_from_hf(config_to_hf(config))) == config
     for field, value in {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}.items():
         with pytest.raises(ValueError, match=field):
@@ -132,12 +133,12 @@ def test_config_round_trip_and_refusals():
     ],
 )
 def test_presets_have_the_published_number_of_parameters(preset, parameters):
-    assert count(Llama(LLAMA[preset]).spec()) == parameters
+    assert count(Decoder(PRESETS[preset]).spec()) == parameters
 
 
 def test_packed_documents_equal_documents_apart():
-    params = init(Llama(ODD).spec(), key(0), sh=Sharding(precision=DOUBLE))
-    model, ctx = Llama(ODD), Ctx(sh=Sharding(precision=DOUBLE))
+    params = init(Decoder(ODD).spec(), key(0), sh=Sharding(precision=DOUBLE))
+    model, ctx = Decoder(ODD), Ctx(sh=Sharding(precision=DOUBLE))
     a, b = batch_of(ODD, rows=1, seq=5)["tokens"], batch_of(ODD, rows=1, seq=7, seed=2)["tokens"]
     segments = torch.tensor([[0] * 5 + [1] * 7])
     positions = torch.tensor([[*range(5), *range(7)]])
@@ -148,7 +149,7 @@ def test_packed_documents_equal_documents_apart():
 
 # ------------------------------------------------------------------------------------------------------------- layouts
 
-MESHY = LlamaConfig(vocab=24, embed=16, layers=2, heads=8, kv_heads=2, head=4, mlp=24, tied=True)
+MESHY = DecoderConfig(vocab=24, embed=16, layers=2, heads=8, kv_heads=2, head=4, mlp=24, tied=True)
 
 
 def program(model):
@@ -161,7 +162,7 @@ def program(model):
 
 @pytest.mark.parametrize("config", [ODD, MESHY])
 def test_the_checking_mode_accepts_the_model(config):
-    model = Llama(config)
+    model = Decoder(config)
     params = init(model.spec(), key(0), sh=Sharding(precision=DOUBLE))
     mesh = make_mesh("dp=2,cp=2,tp=4", kv_heads=2, abstract=True, device="cpu")
     batch = {k: v for k, v in batch_of(config).items() if k != "mask"}
@@ -177,7 +178,7 @@ def layout(axes, sp, store):
     return Sharding(mesh, standard_rules(mesh, sequence_parallel=sp, store=store), precision=DOUBLE)
 
 
-PARAMS = init(Llama(MESHY).spec(), key(0), sh=Sharding(precision=DOUBLE))
+PARAMS = init(Decoder(MESHY).spec(), key(0), sh=Sharding(precision=DOUBLE))
 BATCH = batch_of(MESHY)
 LAYOUTS = [
     ("dp=1,tp=4", True, (), "everything"),
@@ -190,9 +191,9 @@ POLICIES = {"everything": everything, "nothing": nothing, "attention": names("at
 
 @pytest.mark.parametrize(("axes", "sp", "store", "save"), LAYOUTS)
 def test_every_layout_computes_the_same_function(axes, sp, store, save):
-    (value, _), want = gradients(Llama(MESHY), PARAMS, BATCH, Sharding(precision=DOUBLE))
+    (value, _), want = gradients(Decoder(MESHY), PARAMS, BATCH, Sharding(precision=DOUBLE))
     with simulate(4):
-        sh, model = layout(axes, sp, store), Llama(MESHY, save=POLICIES[save])
+        sh, model = layout(axes, sp, store), Decoder(MESHY, save=POLICIES[save])
         params = sh.shard_params(PARAMS, model.spec())
         local = {n: sh.shard(x, "batch seq") for n, x in BATCH.items()}
         (got, _), grads = gradients(model, params, local, sh, microbatches=2 if "dp=1" in axes else 1)
@@ -209,8 +210,8 @@ def test_every_layout_computes_the_same_function(axes, sp, store, save):
 
 def on_processes(axes, sp, store, save, options=False):
     """Worst relative error of this rank's loss and gradients. options: of `compile`."""
-    sh, model = layout(axes, sp, store), Llama(MESHY, save=POLICIES[save], compile=options)
-    (value, _), want = gradients(Llama(MESHY), PARAMS, BATCH, Sharding(precision=DOUBLE))
+    sh, model = layout(axes, sp, store), Decoder(MESHY, save=POLICIES[save], compile=options)
+    (value, _), want = gradients(Decoder(MESHY), PARAMS, BATCH, Sharding(precision=DOUBLE))
     params = init(model.spec(), key(0), sh=sh)
     local = {n: sh.shard(x, "batch seq") for n, x in BATCH.items()}
     (got, _), grads = gradients(model, params, local, sh)
@@ -246,7 +247,7 @@ def compiled_equals_eager(axes, save, backend):
     config = dataclasses.replace(MESHY, layers=2, dropout=0.1)
     results = []
     for compile_ in (False, {"backend": backend}):
-        model = Llama(config, save=POLICIES[save], compile=compile_)
+        model = Decoder(config, save=POLICIES[save], compile=compile_)
         f = accumulate(model.loss, 1, weights=model.weights)
         results.append(f(PARAMS, BATCH, Ctx(sh=sh, key=key(1))))
     ((a, _), want), ((b, _), got) = results

@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fmegatron import optim, tree
+from fmegatron import tree
 from fmegatron.errors import UserError
-from fmegatron.optim import Optimizer, adamw, chain, clip_by_global_norm, decay_mask, global_norm, sgd, with_master
+from fmegatron.optim import Optimizer, adamw, chain, clip_by_global_norm, decay_mask, global_norm, leaves, sgd, with_master
+from fmegatron.optim import apply as kernels
 from fmegatron.schedules import cosine
 from fmegatron.simulation import is_local, keep_alive, lift, per_rank, simulate
 
@@ -192,7 +193,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("piece", [1 << 24, 16])
 def test_donation_changes_nothing_but_the_buffers(make, piece, monkeypatch):
-    monkeypatch.setattr(optim, "PIECE", piece)
+    monkeypatch.setattr(kernels, "PIECE", piece)
     torch.manual_seed(0)
     optimizer = make()
     params, grads = mixed(0)
@@ -217,7 +218,7 @@ def test_odd_leaves_against_plain_mathematics(make, monkeypatch):
     params, grads = mixed(0)
     got, _, _ = optimizer.update(params, grads, optimizer.init(params))
     wide = lambda t: tree.tree_map(lambda x: None if x is None else x.double().contiguous(), t)  # noqa: E731
-    monkeypatch.setattr(optim, "_functorch", lambda: True)
+    monkeypatch.setattr(leaves, "plain_only", lambda: True)
     want, _, _ = optimizer.update(wide(params), wide(grads), optimizer.init(wide(params)))
     for path, x in tree.named(got).items():
         if x is not None:
@@ -268,7 +269,7 @@ def test_kernels_do_not_scale_with_leaves(name):
 
 @pytest.mark.parametrize("name", ["adamw", "momentum", "chain", "master", "moments"])
 def test_donation_makes_no_temporaries(name, monkeypatch):
-    monkeypatch.setattr(optim, "PIECE", 64)
+    monkeypatch.setattr(kernels, "PIECE", 64)
     optimizer = OPTIMIZERS[name]()
     params = {"a": torch.randn(40, 50), "b": torch.randn(1000).bfloat16()}
     grads = tree.tree_map(torch.randn_like, params)
@@ -280,7 +281,7 @@ def test_donation_makes_no_temporaries(name, monkeypatch):
 
 def test_leaves_are_converted_a_piece_at_a_time(monkeypatch):
     """However many small leaves there are, at most PIECE elements have a copy at once."""
-    monkeypatch.setattr(optim, "PIECE", 64)
+    monkeypatch.setattr(kernels, "PIECE", 64)
     held, fused = [], torch._fused_adamw_
     monkeypatch.setattr(
         torch, "_fused_adamw_", lambda p, *a, **k: held.append([x.numel() for x in p]) or fused(p, *a, **k)
@@ -462,7 +463,7 @@ def test_cuda_equals_cpu_and_donates(make):
 @needs_cuda
 @pytest.mark.parametrize("name", ["adamw", "momentum", "chain", "master"])
 def test_cuda_donation_takes_no_memory(name, monkeypatch):
-    monkeypatch.setattr(optim, "PIECE", 1 << 18)
+    monkeypatch.setattr(kernels, "PIECE", 1 << 18)
     optimizer = OPTIMIZERS[name]()
     dtype = torch.bfloat16 if name == "master" else torch.float32
     params = {str(i): torch.randn(1024, 1024, device="cuda", dtype=dtype) for i in range(32)}

@@ -8,7 +8,7 @@ from fmegatron.accumulate import accumulate
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.mesh import make_mesh
-from fmegatron.models.llama import Llama, LlamaConfig
+from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.optim import adamw, with_master
 from fmegatron.precision import Precision, dtype_of
 from fmegatron.random import key
@@ -18,8 +18,8 @@ from fmegatron.simulation import simulate
 from fmegatron.spec import Param, init
 from fmegatron.step import TrainState, train_step
 
-CONFIG = LlamaConfig(vocab=32, embed=16, layers=1, heads=4, kv_heads=2, mlp=32)
-MODEL = Llama(CONFIG)
+CONFIG = DecoderConfig(vocab=32, embed=16, layers=1, heads=4, kv_heads=2, mlp=32)
+MODEL = Decoder(CONFIG)
 G = torch.Generator().manual_seed(0)
 BATCH = {n: torch.randint(0, CONFIG.vocab, (4, 8), generator=G) for n in ("tokens", "labels")}
 

@@ -1,7 +1,5 @@
 """Attention: every mask against plain softmax in float64, derivatives, and the bytes that it keeps."""
 
-import sys
-
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -9,10 +7,10 @@ from torch.nn import functional
 
 from fmegatron.errors import UserError
 from fmegatron.primitives import attention, cu_seqlens_of, segments_of
+from fmegatron.primitives.attention import blocks, cpu
 from tests.test_primitives import saved_bytes
 
 DOUBLE = torch.float64
-module = sys.modules["fmegatron.primitives.attention"]
 
 
 @pytest.fixture(autouse=True)
@@ -77,24 +75,31 @@ def assert_same(ours, theirs, args, rtol=1e-13):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("block", [256, 3])
 def test_every_mask(case, block, monkeypatch):
-    monkeypatch.setattr(module, "CPU_BLOCK", block)
+    monkeypatch.setattr(cpu, "CPU_BLOCK", block)
     args, (given, seen) = inputs(), CASES[case]
     assert_same(attention(*args, **given), reference(*args, seen(), given.get("scale")), args)
 
 
+def in_plain_operations(monkeypatch):
+    """What other devices run."""
+    monkeypatch.setattr(cpu, "forward", lambda *a: blocks.forward(*a, None))
+    monkeypatch.setattr(
+        cpu, "backward", lambda q, k, v, mask, scale, *a: blocks.backward(q, k, v, mask, scale, None, *a, None)
+    )
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_plain_operations_give_the_same(case, monkeypatch):
-    """What other devices run, in blocks of two queries."""
+    """In blocks of two queries."""
     args, (given, seen) = inputs(), CASES[case]
-    monkeypatch.setattr(module, "_cpu_forward", module._block_forward)
-    monkeypatch.setattr(module, "_cpu_backward", lambda *a: module._block_backward(*a, None))
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 2 * 2 * 6 * 7)
+    in_plain_operations(monkeypatch)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 2 * 2 * 6 * 7)
     assert_same(attention(*args, **given), reference(*args, seen(), given.get("scale")), args)
 
 
 @pytest.mark.parametrize("case", ["causal", "full documents", "positions by row, documents"])
 def test_derivatives(case, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 2 * 2 * 6 * 7)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 2 * 2 * 6 * 7)
     given = CASES[case][0]
     args = inputs(group=2, head=2)
 

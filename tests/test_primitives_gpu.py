@@ -6,6 +6,8 @@ from torch.nn import functional
 
 from fmegatron.primitives import attention, cu_seqlens_of, embedding, linear_cross_entropy, rms_norm
 from tests.test_primitives_attention import inputs, order, reference
+from tests.test_primitives_attention_forms import forms_inputs, within
+from tests.test_primitives_attention_forms import reference as reference_of_forms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-3, torch.float64: 1e-12}
@@ -49,6 +51,86 @@ def test_attention(dtype, queries, keys, head, mask):
     ours, theirs = attention(*args, **given), reference(*exact, seen)
     g = torch.randn_like(ours)
     near([ours, *torch.autograd.grad(ours, args, g)], [theirs, *torch.autograd.grad(theirs, exact, g.double())], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("queries, keys, head", [(65, 65, 20), (640, 640, 64), (3, 200, 64), (1, 200, 128)])
+@pytest.mark.parametrize("mask", ["causal", "full", "segments", "cu_seqlens", "positions"])
+@pytest.mark.parametrize("window", [None, 1, 40, 5000])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [True, False])
+def test_forms_of_attention(dtype, queries, keys, head, mask, window, softcap, sinks):
+    if queries != keys and mask not in ("causal", "full"):
+        pytest.skip("needs as many keys as queries here")
+    if window is None and softcap is None and not sinks:
+        pytest.skip("see test_attention")
+    torch.manual_seed(0)
+    args = on_gpu(forms_inputs(sinks, queries=queries, keys=keys, head=head), dtype)
+    exact = [a.detach().double().requires_grad_() for a in args]
+    segments = (torch.arange(queries, device="cuda") // 50)[None].expand(2, -1).contiguous()
+    at, kv_at = torch.arange(keys - queries, keys, device="cuda")[None], torch.arange(keys, device="cuda")[None]
+    given, together = {}, True
+    if mask == "full":
+        given = dict(causal=False)
+    if mask in ("segments", "cu_seqlens"):
+        given = {mask: segments if mask == "segments" else cu_seqlens_of(segments, 150)}
+        together = segments[:, :, None] == segments[:, None]
+    if mask == "positions":
+        at = kv_at = kv_at.flip(1)
+        given = dict(positions=at[0])
+    seen = within(at, kv_at, mask != "full", window) & together
+    form = dict(sinks=args[3] if sinks else None, window=window, softcap=softcap)
+    ours = attention(*args[:3], **form, **given)
+    theirs = reference_of_forms(*exact, seen=seen, softcap=softcap)
+    g = torch.randn_like(ours)
+    got, want = torch.autograd.grad(ours, args, g), torch.autograd.grad(theirs, exact, g.double())
+    if window == 1 and not sinks:  # one key, all the weight: the gradients of q and k are zero
+        assert all(a.abs().max() < 5e-2 for a in got[:2])
+        got, want = got[2:], want[2:]
+    near([ours, *got], [theirs, *want], dtype)
+
+
+def test_second_derivatives_of_forms():
+    """The first order in the flash kernel, the second in plain operations."""
+    torch.manual_seed(0)
+    args = on_gpu(forms_inputs(queries=300, head=64), torch.bfloat16)
+    exact = [a.detach().double().requires_grad_() for a in args]
+    at = torch.arange(300, device="cuda")[None]
+    seen = within(at, at, True, 40)
+
+    def second(f, args):
+        grads = torch.autograd.grad((f(*args).double() ** 3).sum(), args, create_graph=True)
+        return torch.autograd.grad(sum((g.double() ** 2).sum() for g in grads), args)
+
+    got = second(lambda q, k, v, sinks: attention(q, k, v, sinks=sinks, window=40), args)
+    want = second(lambda *a: reference_of_forms(*a, seen=seen), exact)
+    for a, b in zip(got, want, strict=True):
+        assert (a.double() - b).norm() < 5e-2 * b.norm()
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("by", ["order", "positions"])
+def test_memory_and_time_of_a_window_are_linear(softcap, by):
+    def peak(seq):
+        q, k, v, sinks = args = on_gpu(forms_inputs(batch=1, queries=seq, kv=4, group=2, head=64), torch.bfloat16)
+        positions = torch.arange(seq, device="cuda") if by == "positions" else None
+        took = []
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            o = attention(q, k, v, window=1024, softcap=softcap, sinks=sinks, positions=positions)
+            torch.autograd.grad(o.sum(), args)
+            end.record()
+            del o
+            torch.cuda.synchronize()
+            took.append(start.elapsed_time(end))
+        return torch.cuda.max_memory_allocated() - before, min(took)
+
+    (memory, time), (twice_memory, twice_time) = peak(16384), peak(32768)
+    assert twice_memory < 2.1 * memory
+    assert twice_time < 3 * time
 
 
 def test_mapped_attention_of_documents_by_starts():

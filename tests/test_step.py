@@ -9,7 +9,7 @@ import torch
 from fmegatron import tree
 from fmegatron.accumulate import Term, Weight
 from fmegatron.context import Ctx
-from fmegatron.models.llama import Llama, LlamaConfig
+from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.optim import adamw, chain, clip_by_global_norm, decay_mask, sgd
 from fmegatron.precision import Precision
 from fmegatron.random import key
@@ -25,7 +25,7 @@ DOUBLE = Precision(params=torch.float64)
 
 
 def llama_step(config, *, donate=False, microbatches=1, sh=None, steps=6, dropout=0.0):
-    model = Llama(dataclasses.replace(config, dropout=dropout))
+    model = Decoder(dataclasses.replace(config, dropout=dropout))
     schedule = cosine(1e-2, total=steps, warmup=2)
     optimizer = chain(clip_by_global_norm(0.5), adamw(schedule, betas=(0.9, 0.95), mask=decay_mask(model.spec())))
     sh = sh or Sharding(precision=DOUBLE)
@@ -153,7 +153,7 @@ def test_extras_change_by_the_step_s_statistics_alone():
 
 
 def test_evaluation_is_the_mean_over_all_tokens():
-    model = Llama(ODD)
+    model = Decoder(ODD)
     params = init(model.spec(), key(0), sh=Sharding(precision=DOUBLE))
     f = evaluate(model.loss, weights=model.weights, sh=Sharding(precision=DOUBLE))
     batches = [batch_of(ODD, seed=i) for i in range(3)]
@@ -167,7 +167,7 @@ def test_evaluation_is_the_mean_over_all_tokens():
 # ------------------------------------------------------------------------------------------- what each rank holds
 # and gets
 
-MESHY = LlamaConfig(vocab=64, embed=32, layers=2, heads=8, kv_heads=4, head=8, mlp=64)
+MESHY = DecoderConfig(vocab=64, embed=32, layers=2, heads=8, kv_heads=4, head=8, mlp=64)
 
 
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
@@ -189,7 +189,7 @@ def held(axes, sp, store):
 
     mesh = make_mesh(axes, kv_heads=MESHY.kv_heads, device="cpu")
     sh = Sharding(mesh, standard_rules(mesh, sequence_parallel=sp, store=store))
-    model = Llama(MESHY)
+    model = Decoder(MESHY)
     with Largest() as largest:
         params = init(model.spec(), key(0), sh=sh)
     opt = adamw(1e-3).init(params)
@@ -205,14 +205,14 @@ def held(axes, sp, store):
 )
 def test_each_rank_holds_its_share(axes, store, divides):
     params, moments, largest, shard, rows = processes(4).run(held, axes, True, store)[0]
-    total = sum(p.numel for p in params_of(Llama(MESHY).spec()).values())
+    total = sum(p.numel for p in params_of(Decoder(MESHY).spec()).values())
     if divides is None:  # all leaves divide by all four ranks, but norms that no axis of tp cuts
-        norms = sum(p.numel for n, p in params_of(Llama(MESHY).spec()).items() if "norm" in n)
+        norms = sum(p.numel for n, p in params_of(Decoder(MESHY).spec()).items() if "norm" in n)
         cut = 2 if axes == "dp=2,tp=2" else 4
         expected = 4 * ((total - norms) // 4 + norms // cut)
     else:
         expected = 0
-        for p in params_of(Llama(MESHY).spec()).values():
+        for p in params_of(Decoder(MESHY).spec()).values():
             parts = max((divides[n] for n in p.names if n in divides), default=1)
             expected += 4 * p.numel // parts
     assert params == expected and moments == 2 * expected

@@ -1,23 +1,43 @@
 """The operations of a model that torch has not, or not with this memory: each right in every precision, eager and
 compiled, under torch.func, and (where they mix or index along a dim) under `sh`."""
 
-from fmegatron.primitives.activation import swiglu
+from fmegatron.primitives.activation import geglu, gelu, quick_gelu, relu2, swiglu
 from fmegatron.primitives.attention import attention, cu_seqlens_of, segments_of
 from fmegatron.primitives.cross_entropy import cross_entropy, linear_cross_entropy
 from fmegatron.primitives.dropout import dropout
 from fmegatron.primitives.embedding import embedding
-from fmegatron.primitives.norm import rms_norm
-from fmegatron.primitives.rotary import Llama3Scaling, apply_rotary, rotary, rotary_table
+from fmegatron.primitives.norm import layer_norm, rms_norm
+from fmegatron.primitives.rotary import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRoPEScaling,
+    ProportionalScaling,
+    YaRNScaling,
+    apply_rotary,
+    rotary,
+    rotary_table,
+)
 
 __all__ = [
+    "DynamicNTKScaling",
+    "LinearScaling",
     "Llama3Scaling",
+    "LongRoPEScaling",
+    "ProportionalScaling",
+    "YaRNScaling",
     "apply_rotary",
     "attention",
     "cross_entropy",
     "cu_seqlens_of",
     "dropout",
     "embedding",
+    "geglu",
+    "gelu",
+    "layer_norm",
     "linear_cross_entropy",
+    "quick_gelu",
+    "relu2",
     "rms_norm",
     "rotary",
     "rotary_table",

@@ -1,28 +1,126 @@
-"""Gated activations."""
+"""Activations, plain and gated."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.autograd import Function
 from torch.nn import functional
 
+from fmegatron.errors import UserError
 from fmegatron.function import apply_function
 from fmegatron.primitives._function import graph_wanted, may_overwrite
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, of one shape (Shazeer 2020). Backward keeps the two arguments and nothing between."""
-    return apply_function(_SwiGLU, gate, up)
+    """silu(gate) * up, of one shape (Shazeer 2020). Backward keeps the two arguments and nothing between.
+
+    Raises UserError when the shapes differ.
+    """
+    _check_shapes("swiglu", gate, up)
+    return apply_function(_Gated, gate, up, "silu")
 
 
-class _SwiGLU(Function):
+def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    """gelu(gate) * up, of one shape (Shazeer 2020); `approximate` as in `gelu` (Gemma: "tanh"). Backward keeps the two
+    arguments and nothing between.
+
+    Raises UserError when the shapes differ and for an unknown `approximate`.
+    """
+    _check_shapes("geglu", gate, up)
+    _check_approximate("geglu", approximate)
+    return apply_function(_Gated, gate, up, "gelu" if approximate == "none" else "gelu_tanh")
+
+
+def gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    """x times the normal distribution function of x (Hendrycks and Gimpel 2016), exactly ("none") or by their formula
+    with tanh ("tanh": GPT-2, Gemma). Backward keeps x.
+
+    Raises UserError for an unknown `approximate`.
+    """
+    _check_approximate("gelu", approximate)
+    return functional.gelu(x, approximate=approximate)
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(1.702 x), the cheaper approximation of gelu (CLIP). Backward keeps x."""
+    return apply_function(_QuickGELU, x)
+
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)² (So et al. 2021, Primer). Backward keeps x."""
+    return apply_function(_ReLU2, x)
+
+
+def _check_shapes(what: str, gate: torch.Tensor, up: torch.Tensor) -> None:
+    if gate.shape != up.shape:
+        raise UserError(
+            f"{what}: gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}: give two tensors of one shape"
+        )
+
+
+def _check_approximate(what: str, approximate: str) -> None:
+    if approximate not in ("none", "tanh"):
+        raise UserError(f'{what}(approximate={approximate!r}): give "none" (exact) or "tanh"')
+
+
+class _Gated(Function):
+    """(gate, up, kind) -> activation(gate) * up."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return _times(functional.silu(gate), up)
+    def forward(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+        return _times(_activation(gate, kind), up)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.kind = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        g_gate = g_up = None
+        if ctx.needs_input_grad[0]:
+            g_gate = _pulled_back(g * up, gate, ctx.kind)
+        if ctx.needs_input_grad[1]:
+            g_up = _times(_activation(gate, ctx.kind), g)
+        return g_gate, g_up, None
+
+
+def _activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "silu":
+        return functional.silu(x)
+    return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def _pulled_back(g: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """g times the derivative of the activation at x: torch's kernel, or formulas that are differentiable again."""
+    if not graph_wanted():
+        if kind == "silu":
+            return torch.ops.aten.silu_backward(g, x)
+        return torch.ops.aten.gelu_backward(g, x, approximate="tanh" if kind == "gelu_tanh" else "none")
+    if kind == "silu":
+        s = x.sigmoid()
+        return g * (s * (1 + x * (1 - s)))
+    if kind == "gelu":
+        below = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+        density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+        return g * (below + x * density)
+    k = math.sqrt(2 / math.pi)
+    t = torch.tanh(k * (x + 0.044715 * x**3))
+    return g * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * k * (1 + 3 * 0.044715 * x * x))
+
+
+class _QuickGELU(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return _times((1.702 * x).sigmoid(), x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -30,18 +128,30 @@ class _SwiGLU(Function):
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        g_gate = g_up = None
-        if ctx.needs_input_grad[0]:
-            if graph_wanted():
-                s = gate.sigmoid()
-                g_gate = g * up * (s * (1 + gate * (1 - s)))
-            else:
-                g_gate = torch.ops.aten.silu_backward(g * up, gate)
-        if ctx.needs_input_grad[1]:
-            g_up = _times(functional.silu(gate), g)
-        return g_gate, g_up
+        (x,) = ctx.saved_tensors
+        z = 1.702 * x
+        return _pulled_back(g, z, "silu")  # x sigmoid(1.702 x) = silu(1.702 x) / 1.702
+
+
+class _ReLU2(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x.relu()
+        return _times(y, y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 2 * g * x.relu()
 
 
 def _times(new: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return new.mul_(other) if may_overwrite() and not torch.is_grad_enabled() else new * other
+    """new * other, where `new` was made just now and is of the result's shape and dtype."""
+    in_place = may_overwrite() and not torch.is_grad_enabled() and new.dtype == other.dtype
+    return new.mul_(other) if in_place else new * other

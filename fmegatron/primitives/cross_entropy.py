@@ -1,13 +1,16 @@
 """Cross-entropy of the next token, the vocabulary possibly sharded, with or without the last product inside.
 
-A rank computes two numbers a token from the logits that it holds, the log of their summed exponentials and the
-label's logit (0 where another rank holds it). These, not logits, are then combined over the ranks: as in Megatron's
-vocab-parallel cross-entropy, but once for all chunks. Statistics are in fp32 (float64 for float64).
+A rank computes two numbers a token from the logits that it holds: the log of their summed exponentials, and their
+mean under the target distribution, which is the label's logit (0 where another rank holds it) or with label smoothing
+a weighted sum of all. These, not logits, are then combined over the ranks: as in Megatron's vocab-parallel
+cross-entropy, but once for all chunks. Statistics are in fp32 (float64 for float64).
+
+Every form of the loss is made of the two, lse and target: lse - target + z_loss · lse².
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +31,9 @@ def linear_cross_entropy(
     *,
     equation: str = "batch seq embed, embed vocab -> batch seq vocab",
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
     sh: Any = None,
     vocab_size: int | None = None,
     chunk: int | None = None,
@@ -43,6 +49,7 @@ def linear_cross_entropy(
     sh: x is in the region of vocab ("batch seq* embed -> batch seq embed | vocab"), where its gradient is summed;
         labels are global ids.
     vocab_size: the global size of vocab (default: that of equal shards).
+    label_smoothing, z_loss, softcap: as in `cross_entropy`.
     chunk: tokens; default: by the size of the vocabulary.
     """
     orders = {"embed vocab": False, "vocab embed": True}
@@ -61,30 +68,85 @@ def linear_cross_entropy(
     elif chunk < 1:
         raise UserError(f"linear_cross_entropy(chunk={chunk}): at least one token at a time")
 
-    def local(x: Tensor, w: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        lse, label = apply_function(_LinearStatistics, x.flatten(0, -2), w, held.flatten(), rows, chunk)
-        return lse.view(labels.shape)[..., None], label.view(labels.shape)[..., None]
+    vocab_size = _global_vocabulary(vocab, sh, vocab_size)
+    form = _form("linear_cross_entropy", label_smoothing, z_loss, softcap, vocab_size)
 
-    return _loss(local, (x, w), ("batch seq embed | vocab", side), labels, vocab, ignore_index, sh, vocab_size)
+    def local(x: Tensor, w: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+        lse, target = apply_function(_LinearStatistics, x.flatten(0, -2), w, held.flatten(), rows, chunk, *form)
+        return lse.view(labels.shape), target.view(labels.shape)
+
+    sides = "batch seq embed | vocab", side
+    return _loss(local, (x, w), sides, labels, vocab, ignore_index, z_loss, sh, vocab_size)
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, sh: Any = None, vocab_size: int | None = None
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    sh: Any = None,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """-log softmax(logits)[label] of each token: logits[batch seq vocab], labels int[batch seq] -> [batch seq], fp32
     or wider.
 
-    0 at tokens whose label is `ignore_index`. Under `sh` the vocabulary may be sharded (`vocab_size`: its global
-    size). Backward keeps the logits; `linear_cross_entropy` does not.
+    0 at tokens whose label is `ignore_index`. Backward keeps the logits; `linear_cross_entropy` does not.
+
+    label_smoothing: this part, 0 to 1, of the target distribution is uniform over the whole vocabulary, the label's
+        own entry included (Szegedy et al. 2016; as in torch.nn.functional.cross_entropy).
+    z_loss: adds z_loss · lse² for the log lse of the softmax's denominator, which keeps it near 0 (PaLM, Chowdhery et
+        al. 2022, uses 1e-4).
+    softcap: logits become softcap · tanh(logits / softcap) before anything else (Gemma 2 uses 30).
+    sh: the vocabulary may be sharded; each form above is that of the whole one.
+    vocab_size: the global size of vocab (default: that of equal shards).
+
+    Raises UserError for options out of range and for shapes that disagree.
     """
     if logits.shape[:-1] != labels.shape:
         raise UserError(f"cross_entropy: logits {tuple(logits.shape)} and labels {tuple(labels.shape)} disagree")
+    vocab = logits.shape[-1]
+    vocab_size = _global_vocabulary(vocab, sh, vocab_size)
+    form = _form("cross_entropy", label_smoothing, z_loss, softcap, vocab_size)
 
     def local(logits: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        lse, label = apply_function(_Statistics, logits, held)
-        return lse[..., None], label[..., None]
+        return apply_function(_Statistics, logits, held, *form)
 
-    return _loss(local, (logits,), ("batch seq vocab",), labels, logits.shape[-1], ignore_index, sh, vocab_size)
+    return _loss(local, (logits,), ("batch seq vocab",), labels, vocab, ignore_index, z_loss, sh, vocab_size)
+
+
+class _Form(NamedTuple):
+    """What the two statistics of a token are made of."""
+
+    cap: float | None  # logits are capped there
+    label_share: float  # the label's part of the target distribution, beside
+    every_share: float  # each entry's, the label's included; 0: no label smoothing
+
+
+def _form(where: str, label_smoothing: float, z_loss: float, softcap: float | None, vocab_size: int) -> _Form:
+    if not 0 <= label_smoothing <= 1:
+        raise UserError(
+            f"{where}(label_smoothing={label_smoothing}): a part of the target distribution, so between 0 and 1"
+        )
+    if z_loss < 0:
+        raise UserError(f"{where}(z_loss={z_loss}): the factor of a penalty, so 0 or more")
+    if softcap is not None and not softcap > 0:
+        raise UserError(f"{where}(softcap={softcap}): a bound on logits, so above 0; None for no cap")
+    return _Form(softcap, 1.0 - label_smoothing, label_smoothing / vocab_size)
+
+
+def _global_vocabulary(vocab: int, sh: Any, vocab_size: int | None) -> int:
+    if not sharded(sh, "vocab"):
+        return vocab
+    return global_size(sh, "vocab", vocab) if vocab_size is None else vocab_size
+
+
+def _capped(logits: Tensor, cap: float | None, in_place: bool = False) -> Tensor:
+    if cap is None:
+        return logits
+    return logits.div_(cap).tanh_().mul_(cap) if in_place else (logits / cap).tanh() * cap
 
 
 def _loss(
@@ -94,81 +156,97 @@ def _loss(
     labels: Tensor,
     vocab: int,
     ignore_index: int,
+    z_loss: float,
     sh: Any,
-    vocab_size: int | None,
+    vocab_size: int,
 ) -> Tensor:
-    """From `local(*args, held labels) -> (lse, label's logit)`, both [batch seq 1], to the loss of each token.
+    """From `local(*args, held labels) -> (lse, target)`, both [batch seq], to the loss of each token.
 
     Over a sharded vocab the last dim of the two is `vocab`, of which each rank holds one element.
     """
     ignored = labels == ignore_index
     if not sharded(sh, "vocab"):
-        lse, label = local(*args, labels.masked_fill(ignored, -1))
-        loss = (lse - label)[..., 0]
+        lse, target = local(*args, labels.masked_fill(ignored, -1))
     else:
-        size = global_size(sh, "vocab", vocab) if vocab_size is None else vocab_size
-        ids = sh.index("vocab", size, device=labels.device)
+        ids = sh.index("vocab", vocab_size, device=labels.device)
 
         def held_here(*args: Tensor) -> Any:
             *args, labels, ids = args  # type: ignore[assignment]
             at = labels - ids[:1]
-            return local(*args, at.where((at >= 0) & (at < vocab) & ~ignored, -1))
+            lse, target = local(*args, at.where((at >= 0) & (at < vocab) & ~ignored, -1))
+            return lse[..., None], target[..., None]
 
         results = ("batch seq vocab", "batch seq vocab")
-        lse, label = sh.primitive(held_here, (*args, labels, ids), (*sides, "batch seq", "vocab"), results)
+        lse, target = sh.primitive(held_here, (*args, labels, ids), (*sides, "batch seq", "vocab"), results)
         most = sh.max(lse, "batch seq vocab -> batch seq | vocab")
         total = sh.sum((lse - most[..., None]).exp(), "batch seq vocab -> batch seq")
         # `most` is equal everywhere and needs no gradient: it cancels
-        loss = total.log() + most - sh.sum(label, "batch seq vocab -> batch seq")
+        lse, target = total.log() + most, sh.sum(target, "batch seq vocab -> batch seq")
+    loss = lse - target
+    if z_loss:
+        loss = loss + z_loss * lse.square()
     return loss.masked_fill(ignored, 0)
 
 
 class _Statistics(Function):
-    """(logits[... vocab], labels[...], -1 for none) -> (log-sum-exp, the label's logit or 0), both [...]."""
+    """(logits[... vocab], labels[...], -1 for none, cap, label_share, every_share) -> (lse, target), both [...]."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        lse = logits.to(wide(logits.dtype)).logsumexp(-1)
+    def forward(
+        logits: Tensor, labels: Tensor, cap: float | None, label_share: float, every_share: float
+    ) -> tuple[Tensor, Tensor]:
+        capped = _capped(logits.to(wide(logits.dtype)), cap)
+        lse = capped.logsumexp(-1)
         label = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0].to(lse.dtype)
-        return lse, label.masked_fill(labels < 0, 0)
+        target = _capped(label, cap).masked_fill(labels < 0, 0)
+        if every_share:
+            target = target * label_share + capped.sum(-1) * every_share
+        return lse, target
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs, output[0])
+        logits, labels, *ctx.form = inputs
+        ctx.save_for_backward(logits, labels, output[0])
 
     @staticmethod
-    def backward(ctx: Any, g_lse: Tensor, g_label: Tensor) -> Any:
+    def backward(ctx: Any, g_lse: Tensor, g_target: Tensor) -> Any:
         logits, labels, lse = ctx.saved_tensors
-        g = (logits - lse[..., None]).exp() * g_lse[..., None]
-        at = labels.clamp(min=0)[..., None]
-        g = g.scatter_add(-1, at, g_label.masked_fill(labels < 0, 0)[..., None])
-        return g.to(logits.dtype), None
+        cap, label_share, every_share = ctx.form
+        capped = _capped(logits if cap is None else logits.to(lse.dtype), cap)
+        g = (capped - lse[..., None]).exp() * g_lse[..., None]
+        at, g_label = labels.clamp(min=0)[..., None], g_target.masked_fill(labels < 0, 0)
+        if every_share:
+            g, g_label = g + (g_target * every_share)[..., None], g_label * label_share
+        g = g.scatter_add(-1, at, g_label[..., None])
+        if cap is not None:
+            g = g * (1 - (capped / cap).square())
+        return g.to(logits.dtype), None, None, None, None
 
 
 class _LinearStatistics(Function):
-    """(x[token embed], w, labels[token], w is [vocab embed]?, chunk) -> (log-sum-exp, the label's logit or 0), both
-    [token]."""
+    """(x[token embed], w, labels[token], w is [vocab embed]?, chunk, cap, label_share, every_share) -> (lse, target),
+    both [token]."""
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, labels: Tensor, rows: bool, chunk: int) -> Any:
-        return torch.ops.fmegatron.linear_statistics(x, w, labels, rows, chunk)
+    def forward(x: Tensor, w: Tensor, labels: Tensor, *options: Any) -> Any:
+        return torch.ops.fmegatron.linear_statistics(x, w, labels, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, w, labels, ctx.rows, ctx.chunk = inputs
+        x, w, labels, *ctx.options = inputs
         ctx.save_for_backward(x, w, labels)
 
     @staticmethod
-    def backward(ctx: Any, g_lse: Tensor, g_label: Tensor) -> Any:
+    def backward(ctx: Any, g_lse: Tensor, g_target: Tensor) -> Any:
         need_x, need_w = ctx.needs_input_grad[:2]
-        args = *ctx.saved_tensors, g_lse, g_label, ctx.rows, ctx.chunk
+        args = *ctx.saved_tensors, g_lse, g_target, *ctx.options
         if graph_wanted():
             gx, gw = apply_function(_LinearStatisticsBackward, *args)
         else:
             gx, gw = torch.ops.fmegatron.linear_statistics_backward(*args, need_x, need_w)
-        return gx if need_x else None, gw if need_w else None, None, None, None
+        return gx if need_x else None, gw if need_w else None, *[None] * 6
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -176,7 +254,7 @@ class _LinearStatistics(Function):
 
 
 class _LinearStatisticsBackward(Function):
-    """(x, w, labels, g_lse, g_label, rows, chunk) -> (gx, gw), whose own backward is in plain operations."""
+    """(x, w, labels, g_lse, g_target, options…) -> (gx, gw), whose own backward is in plain operations."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -184,14 +262,14 @@ class _LinearStatisticsBackward(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.rows, ctx.chunk = inputs
-        ctx.save_for_backward(*tensors)
+        ctx.options = inputs[5:]
+        ctx.save_for_backward(*inputs[:5])
 
     @staticmethod
     def backward(ctx: Any, ax: Tensor, aw: Tensor) -> Any:
-        x, w, labels, g_lse, g_label = ctx.saved_tensors
-        gx, gw, *others = _second_order(x, w, labels, g_lse, g_label, ax, aw, ctx.rows, ctx.chunk)
-        return gx, gw, None, *others, None, None
+        x, w, labels, g_lse, g_target = ctx.saved_tensors
+        gx, gw, *others = _second_order(x, w, labels, g_lse, g_target, ax, aw, *ctx.options)
+        return gx, gw, None, *others, *[None] * 5
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -221,17 +299,27 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @torch.library.custom_op("fmegatron::linear_statistics", mutates_args=())
-def _linear_statistics_op(x: Tensor, w: Tensor, labels: Tensor, rows: bool, chunk: int) -> tuple[Tensor, Tensor]:
+def _linear_statistics_op(
+    x: Tensor,
+    w: Tensor,
+    labels: Tensor,
+    rows: bool,
+    chunk: int,
+    cap: float | None,
+    label_share: float,
+    every_share: float,
+) -> tuple[Tensor, Tensor]:
     dtype = wide(x.dtype)
     w = w.t() if rows else w
-    lse, label = (torch.empty(x.shape[0], dtype=dtype, device=x.device) for _ in range(2))
+    lse, target = (torch.empty(x.shape[0], dtype=dtype, device=x.device) for _ in range(2))
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
-        logits, at = _product(x[part], w, dtype), labels[part]
-        label[part] = logits.gather(-1, at.clamp(min=0)[:, None])[:, 0].masked_fill_(at < 0, 0)
+        logits, at = _capped(_product(x[part], w, dtype), cap, in_place=True), labels[part]
+        label = logits.gather(-1, at.clamp(min=0)[:, None])[:, 0].masked_fill_(at < 0, 0)
+        target[part] = label * label_share + logits.sum(-1) * every_share if every_share else label
         # softmax is torch's one fused pass; its largest value is 1 / sum(exp(logits - most))
         lse[part] = logits.amax(-1) - logits.softmax(-1).amax(-1).log()
-    return lse, label
+    return lse, target
 
 
 @_linear_statistics_op.register_fake
@@ -245,9 +333,12 @@ def _linear_statistics_backward_op(
     w: Tensor,
     labels: Tensor,
     g_lse: Tensor,
-    g_label: Tensor,
+    g_target: Tensor,
     rows: bool,
     chunk: int,
+    cap: float | None,
+    label_share: float,
+    every_share: float,
     need_x: bool,
     need_w: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -257,11 +348,12 @@ def _linear_statistics_backward_op(
     gw = torch.zeros(w.shape, dtype=dtype, device=w.device) if need_w else w.new_empty(0)
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
-        here, at = labels[part] >= 0, labels[part].clamp(min=0)[:, None]
-        p = _product(x[part], wt.t(), dtype).softmax(-1)
-        at_label = p.gather(-1, at)[:, 0] * g_lse[part] + g_label[part] * here
-        g = torch.mul(p, g_lse[part, None], out=p if dtype == x.dtype else torch.empty_like(p, dtype=x.dtype))
-        g.scatter_(-1, at, at_label.to(x.dtype)[:, None])
+        logits = _capped(_product(x[part], wt.t(), dtype), cap, in_place=True)
+        p = logits.softmax(-1)
+        slope = None if cap is None else logits.div_(cap).square_().neg_().add_(1)
+        del logits
+        g = _logits_gradient(p, slope, labels[part], g_lse[part], g_target[part], label_share, every_share, x.dtype)
+        del p, slope
         if need_x:
             gx[part] = g @ wt
         if need_w:
@@ -275,13 +367,52 @@ def _(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape if need_x else 0), w.new_empty(w.shape if need_w else 0)
 
 
-def _second_order(
-    x: Tensor, w: Tensor, labels: Tensor, g_lse: Tensor, g_label: Tensor, ax: Tensor, aw: Tensor, rows: bool, chunk: int
-) -> list[Tensor]:
-    """Gradients of sum(ax gx) + sum(aw gw), of the backward's results, by (x, w, g_lse, g_label).
+def _logits_gradient(
+    p: Tensor,
+    slope: Tensor | None,
+    labels: Tensor,
+    g_lse: Tensor,
+    g_target: Tensor,
+    label_share: float,
+    every_share: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient, in `dtype`, by logits[token vocab] before their cap, whose derivative is `slope`; p is the softmax
+    behind it and may be overwritten."""
+    here, at = labels >= 0, labels.clamp(min=0)[:, None]
+    share = here.to(p.dtype) * label_share + every_share if every_share else here
+    at_label = p.gather(-1, at)[:, 0] * g_lse + g_target * share
+    # only the last operation over all logits rounds
+    g = p if p.dtype == dtype or slope is not None else torch.empty_like(p, dtype=dtype)
+    if every_share:
+        torch.addcmul((g_target * every_share)[:, None], p, g_lse[:, None], out=g)
+    else:
+        torch.mul(p, g_lse[:, None], out=g)
+    g.scatter_(-1, at, at_label.to(g.dtype)[:, None])
+    if slope is None:
+        return g
+    return torch.mul(g, slope, out=g if g.dtype == dtype else torch.empty_like(g, dtype=dtype))
 
-    With p = softmax(x w) and g = p g_lse + onehot(label) g_label:  gx = g wᵀ,  gw = xᵀ g. Functional throughout, so
-    that torch can map it and differentiate it again.
+
+def _second_order(
+    x: Tensor,
+    w: Tensor,
+    labels: Tensor,
+    g_lse: Tensor,
+    g_target: Tensor,
+    ax: Tensor,
+    aw: Tensor,
+    rows: bool,
+    chunk: int,
+    cap: float | None,
+    label_share: float,
+    every_share: float,
+) -> list[Tensor]:
+    """Gradients of sum(ax gx) + sum(aw gw), of the backward's results, by (x, w, g_lse, g_target).
+
+    With logits c = cap(x w), p = softmax(c), q the target distribution and s = dc/d(x w) = 1 - (c / cap)²:
+    g_c = p g_lse + q g_target,  g = g_c s,  gx = g wᵀ,  gw = xᵀ g. Functional throughout, so that torch can map it
+    and differentiate it again.
     """
     dtype = g_lse.dtype
     we, awe = (t.to(dtype).t() if rows else t.to(dtype) for t in (w, aw))
@@ -289,19 +420,28 @@ def _second_order(
     gw: Any = 0
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
-        xp, axp, at, here = x[part].to(dtype), ax[part].to(dtype), labels[part].clamp(min=0)[:, None], labels[part] >= 0
-        p = (xp @ we).softmax(-1)
-        g = (p * g_lse[part, None]).scatter_add(-1, at, (g_label[part] * here)[:, None])
+        xp, axp, at = x[part].to(dtype), ax[part].to(dtype), labels[part].clamp(min=0)[:, None]
+        here = labels[part] >= 0
+        share = here.to(dtype) * label_share if every_share else here
+        c = _capped(xp @ we, cap)
+        p = c.softmax(-1)
+        g = (p * g_lse[part, None]).scatter_add(-1, at, (g_target[part] * share)[:, None])
+        if every_share:
+            g = g + (g_target[part] * every_share)[:, None]
         g_g = axp @ we + xp @ awe
+        slope: Any = 1
+        if cap is not None:
+            slope = 1 - (c / cap).square()
+            through_slope = g_g * g * c * (-2 / cap**2)
+            g, g_g = g * slope, g_g * slope
         along = (g_g * p).sum(-1)
         g_logits = (g_g - along[:, None]) * p * g_lse[part, None]
-        by_token.append(
-            [
-                g @ awe.t() + g_logits @ we.t(),  # x
-                along,  # g_lse
-                g_g.gather(-1, at)[:, 0] * here,  # g_label
-            ]
-        )
+        if cap is not None:
+            g_logits = (g_logits + through_slope) * slope
+        g_target_here = g_g.gather(-1, at)[:, 0] * share
+        if every_share:
+            g_target_here = g_target_here + g_g.sum(-1) * every_share
+        by_token.append([g @ awe.t() + g_logits @ we.t(), along, g_target_here])  # by x, g_lse, g_target
         gw = gw + axp.t() @ g + xp.t() @ g_logits
     gx, *others = (torch.cat(parts) for parts in zip(*by_token, strict=True))
     return [gx.to(x.dtype), (gw.t() if rows else gw).to(w.dtype), *others]

@@ -17,11 +17,12 @@ def embedding(
 
     Where `vocab` is sharded each rank looks up the rows that it holds and leaves zeros for the rest; the sum over
     vocab's axes is resolved into the layout of `batch seq* embed` (a reduce-scatter, an all-reduce or nothing), as in
-    Megatron's VocabParallelEmbedding. `vocab_size` is the global size of `vocab` (default: that of equal shards). Ids
+    Megatron's VocabParallelEmbedding. Elsewhere each rank takes its part of `seq*`. `vocab_size` is the global size of `vocab` (default: that of equal shards). Ids
     are not checked here (that would cost a sync): data does it.
     """
     if not sharded(sh, "vocab"):
-        return _rows(table, tokens)
+        rows = _rows(table, tokens)
+        return rows if sh is None else sh(rows, "batch seq embed -> batch seq* embed")
     size = global_size(sh, "vocab", table.shape[0]) if vocab_size is None else vocab_size
     ids = sh.index("vocab", size, device=table.device)
     y = sh.primitive(_rows_held, (table, tokens, ids), ("vocab embed", "batch seq", "vocab"), "batch seq embed")

@@ -1,4 +1,4 @@
-"""Normalisation over the last dim."""
+"""Normalisation over trailing dims: RMSNorm, whose dims may be sharded, and LayerNorm."""
 
 from __future__ import annotations
 
@@ -7,73 +7,275 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from fmegatron.collectives import Move, Step, run_step
+from fmegatron.errors import UserError
 from fmegatron.function import apply_function, under_torch_func
-from fmegatron.primitives._function import graph_wanted, may_overwrite, wide
+from fmegatron.mesh import Mesh
+from fmegatron.primitives._function import cast, graph_wanted, may_overwrite, sharded, wide
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    *,
+    eps: float = 1e-6,
+    zero_centred: bool = False,
+    wide_weight: bool = False,
+    dims: str | None = None,
+    sh: Any = None,
+) -> torch.Tensor:
     """x[... embed], weight[embed] -> x / sqrt(mean(x²) + eps) * weight, mean over embed (Zhang and Sennrich 2019).
 
-    As in Hugging Face's Llama, x is normalised in fp32 (float64 stays float64) and cast back before it meets the
-    weight. Backward keeps x and one number per row.
+    The mean runs over as many trailing dims as the weight has: weight[kv group head] normalises each token's heads
+    together (OLMo 2). Statistics are in fp32 (float64 for float64). Backward keeps x, the weight and one number per
+    row. A weight of None means no weight, over the last dim.
+
+    zero_centred: multiply by 1 + weight (Gemma), so that a weight decayed to zero means no scaling.
+    wide_weight: multiply before the cast back to x's dtype (Gemma, OLMo 2) and not after it (Llama, Qwen, Mistral).
+    dims, sh: needed where a normalised dim may be sharded. `dims` names all dims of x, such as
+        "batch seq kv group head"; the last ones are the weight's, and statistics are summed over the ranks that hold
+        them: one all-reduce of a number per row, and one in backward.
+
+    Raises UserError for a weight or dims that do not fit.
     """
-    return apply_function(_RMSNorm, x, weight, eps)[0]
+    n = 1 if weight is None else weight.ndim
+    _check_weight("rms_norm", x, weight)
+    mesh, axes = None, ()
+    if dims is not None or sh is not None:
+        names = [] if dims is None else dims.split()
+        if len(names) != x.ndim:
+            raise UserError(
+                f"rms_norm(dims={dims!r}) names {len(names)} dims, x of shape {tuple(x.shape)} has {x.ndim}: with sh "
+                "give dims, which names each dim of x"
+            )
+        if any(sharded(sh, name) for name in names[-n:]):
+            mesh = sh.mesh
+            axes = mesh.sorted(axis for name in names[-n:] for axis in sh.axes(name))
+
+    def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        rows, w = (x.flatten(-n), weight.flatten()) if weight is not None and n > 1 else (x, weight)
+        y = apply_function(_RMSNorm, rows, w, eps, zero_centred, wide_weight, mesh, axes)[0]
+        return y.unflatten(-1, x.shape[-n:]) if n > 1 else y
+
+    if mesh is None:
+        return norm(x, weight)
+    assert dims is not None
+    return sh.primitive(norm, (x, weight), (dims, " ".join(dims.split()[-n:])), dims)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None, *, eps: float = 1e-5
+) -> torch.Tensor:
+    """x[... embed], weight[embed], bias[embed] -> (x - mean) / sqrt(variance + eps) * weight + bias, over embed (Ba,
+    Kiros and Hinton 2016), as torch.nn.LayerNorm.
+
+    Statistics are in fp32 (float64 for float64) and the result is rounded once, to x's dtype. Backward keeps x, the
+    weight and two numbers per row. Both weight and bias may be None (OLMo 1).
+
+    Raises UserError for a weight or bias that does not fit.
+    """
+    _check_weight("layer_norm", x, weight, dims=1)
+    if bias is not None and (weight is None or bias.shape != weight.shape):
+        what = "no weight" if weight is None else f"weight of shape {tuple(weight.shape)}"
+        raise UserError(f"layer_norm(bias of shape {tuple(bias.shape)}) with {what}: give a weight of the bias's shape")
+    return apply_function(_LayerNorm, x, weight, bias, eps)[0]
+
+
+def _check_weight(what: str, x: torch.Tensor, weight: torch.Tensor | None, *, dims: int | None = None) -> None:
+    if weight is None:
+        return
+    if weight.ndim == 0 or dims not in (None, weight.ndim) or weight.shape != x.shape[-weight.ndim :]:
+        raise UserError(
+            f"{what}(weight of shape {tuple(weight.shape)}) of x of shape {tuple(x.shape)}: the weight has the shape "
+            f"of x's last dim{'s' if dims is None else ''}"
+        )
 
 
 class _RMSNorm(Function):
-    """(x, weight, eps) -> (y, 1 / rms)."""
+    """(x, weight, eps, zero_centred, wide_weight, mesh, the axes that hold the last dim) -> (y, 1 / rms)."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        if _fused(x, weight):
-            y, scale = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], None, eps)
-            return y * weight, scale
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x.dtype))
-        scale = torch.rsqrt(length.square() / x.shape[-1] + eps)
-        y = (x * scale).to(x.dtype)
-        return (y.mul_(weight) if may_overwrite() and y.dtype == weight.dtype else y * weight), scale
+    def forward(
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        zero_centred: bool,
+        wide_weight: bool,
+        mesh: Mesh | None,
+        axes: tuple[str, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not axes and not zero_centred and _fused(x, weight):
+            # the kernel multiplies by a weight before it rounds
+            y, scale = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight if wide_weight else None, eps)
+            return (y if wide_weight or weight is None else y * weight), scale
+        scale = _inverse_rms(x, eps, mesh, axes)
+        y = x * scale
+        if weight is None:
+            return cast(y, x.dtype), scale
+        if not wide_weight:
+            y = y.to(x.dtype)
+        w = weight.to(y.dtype) if wide_weight else weight
+        w = w + 1 if zero_centred else w
+        y = y.mul_(w) if may_overwrite() and y.dtype == w.dtype else y * w
+        return (cast(y, x.dtype) if wide_weight else y), scale
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, ctx.eps = inputs
+        x, weight, ctx.eps, ctx.zero_centred, _, ctx.mesh, ctx.axes = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, output[1])
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor | None, _: Any) -> Any:
-        if g is None:
-            return None, None, None
-        x, weight, scale = ctx.saved_tensors
-        if graph_wanted():
-            wide_x = x.to(scale.dtype)
-            scale = torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + ctx.eps)  # a function of x again
-        if _fused(x, weight) and not graph_wanted():
+        gx = gw = None
+        if g is not None:
+            x, weight, scale = ctx.saved_tensors
             need = ctx.needs_input_grad[:2]
-            gx, gw = torch.ops.aten._fused_rms_norm_backward(g.contiguous(), x, [x.shape[-1]], scale, weight, need)
-        else:
-            gx, gw = _gradients(x, weight, scale, g)
-        return gx if ctx.needs_input_grad[0] else None, gw if ctx.needs_input_grad[1] else None, None
+            if graph_wanted():
+                scale = _inverse_rms(x, ctx.eps, ctx.mesh, ctx.axes)  # a function of x again
+            if not graph_wanted() and not ctx.axes and not ctx.zero_centred and _fused(x, weight):
+                size = [x.shape[-1]]
+                gx, gw = torch.ops.aten._fused_rms_norm_backward(
+                    g.contiguous().to(x.dtype), x, size, scale, weight, need
+                )
+            else:
+                gx, gw = _rms_gradients(x, weight, scale, g, ctx.zero_centred, ctx.mesh, ctx.axes)
+            gx, gw = gx if need[0] else None, gw if need[1] else None
+        return gx, gw, None, None, None, None, None
 
 
-def _fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _fused(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
     """Is torch's fused kernel the fastest? (Compiled code makes one of its own.)"""
     eager = not (torch.compiler.is_compiling() or under_torch_func())
-    return eager and x.device.type == "cuda" and x.dtype == weight.dtype and x.is_contiguous()
+    alike = weight is None or x.dtype == weight.dtype
+    return eager and x.device.type == "cuda" and alike and x.is_contiguous()
 
 
-def _gradients(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, g: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _inverse_rms(x: torch.Tensor, eps: float, mesh: Mesh | None, axes: tuple[str, ...]) -> torch.Tensor:
+    """1 / sqrt(mean(x²) + eps) of each row, its elements on the ranks of `axes`."""
+    if graph_wanted():
+        total = x.to(wide(x.dtype)).square().sum(-1, keepdim=True)
+    else:
+        total = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x.dtype)).square()
+    return torch.rsqrt(_sum_over_ranks(total, mesh, axes) / _size(x, mesh, axes) + eps)
+
+
+def _size(x: torch.Tensor, mesh: Mesh | None, axes: tuple[str, ...]) -> int:
+    return x.shape[-1] * mesh.size(axes) if mesh is not None else x.shape[-1]
+
+
+def _sum_over_ranks(x: torch.Tensor, mesh: Mesh | None, axes: tuple[str, ...]) -> torch.Tensor:
+    """A summand on each rank -> the sum, read by work that differs along the axes; so its gradient is summed alike."""
+    if mesh is None or not axes:
+        return x
+    step = Step("P>R", axes, (), ())
+    if graph_wanted() or under_torch_func():
+        return apply_function(Move, x, mesh, (step,), (None, None, None))
+    return run_step(x, mesh, step)
+
+
+def _rms_gradients(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor,
+    g: torch.Tensor,
+    zero_centred: bool,
+    mesh: Mesh | None,
+    axes: tuple[str, ...],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     dtype, in_place = scale.dtype, may_overwrite() and not torch.is_grad_enabled()
-    normal, w = x * scale, weight.to(dtype)
+    normal, gw = x * scale, None
     by_weight = g * normal
-    gw = (by_weight.flatten(0, -2).sum(0) if x.ndim > 1 else by_weight).to(weight.dtype)
-    # compiled, a product with a vector would be a kernel of its own
-    along = (by_weight * w).sum(-1) if torch.compiler.is_compiling() else by_weight @ w
-    along = along.unsqueeze(-1) / x.shape[-1]
-    gx = g * w
-    gx = gx.addcmul_(normal, along, value=-1).mul_(scale) if in_place else (gx - normal * along) * scale
+    if weight is None:
+        along, gx = by_weight.sum(-1), g.to(dtype)
+    else:
+        gw = (by_weight.flatten(0, -2).sum(0) if x.ndim > 1 else by_weight).to(weight.dtype)
+        w = weight.to(dtype) + 1 if zero_centred else weight.to(dtype)
+        # compiled, a product with a vector would be a kernel of its own
+        along = (by_weight * w).sum(-1) if torch.compiler.is_compiling() else by_weight @ w
+        gx = g * w
+    along = _sum_over_ranks(along.unsqueeze(-1), mesh, axes) / _size(x, mesh, axes)
+    if in_place and gx is not g:
+        gx = gx.addcmul_(normal, along, value=-1).mul_(scale)
+    else:
+        gx = (gx - normal * along) * scale
     return gx.to(x.dtype), gw
+
+
+class _LayerNorm(Function):
+    """(x, weight, bias, eps) -> (y, mean, 1 / standard deviation)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        size = [x.shape[-1]]
+        if _half_on_cpu(x):
+            w = torch.ones(size, device=x.device) if weight is None else weight.float()
+            y, mean, scale = torch.native_layer_norm(x, size, w, None if bias is None else bias.float(), eps)
+        else:
+            exact, w, b = _alike(x, weight, bias)
+            y, mean, scale = torch.native_layer_norm(exact, size, w, b, eps)
+        return cast(y, x.dtype), mean, scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, bias, ctx.eps = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor | None, *_: Any) -> Any:
+        if g is None:
+            return None, None, None, None
+        x, weight, mean, scale = ctx.saved_tensors
+        need = ctx.needs_input_grad[:3]
+        if graph_wanted():
+            gx, gw, gb = _layer_gradients(x, weight, g, ctx.eps)
+        else:
+            exact, w, _ = _alike(x.float() if _half_on_cpu(x) else x, weight, None)
+            # (the kernel reads of the bias its shape and dtype alone)
+            gx, gw, gb = torch.ops.aten.native_layer_norm_backward(
+                g.to(exact.dtype), exact, [x.shape[-1]], mean, scale, w, w, list(need)
+            )
+        return (
+            gx.to(x.dtype) if need[0] else None,
+            gw.to(weight.dtype) if need[1] else None,
+            gb.to(ctx.bias_dtype) if need[2] else None,
+            None,
+        )
+
+
+def _alike(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Any:
+    """x, weight and bias in one dtype, as torch's kernel wants them."""
+    if len({t.dtype for t in (x, weight, bias) if t is not None}) == 1:
+        return x, weight, bias
+    return tuple(None if t is None else t.to(wide(x.dtype)) for t in (x, weight, bias))
+
+
+def _half_on_cpu(x: torch.Tensor) -> bool:
+    """Must torch's kernel be kept from its low precision? On CPU it rounds the statistics of a half-precision x like x
+    itself, unless the weight is wider, and adds up the gradients of weight and bias in half precision: after 5000 rows
+    of bf16 they are 8 % off."""
+    return x.device.type == "cpu" and x.dtype != wide(x.dtype)
+
+
+def _layer_gradients(x: torch.Tensor, weight: torch.Tensor | None, g: torch.Tensor, eps: float) -> Any:
+    """The gradients of x, weight and bias as differentiable functions of x, weight and g."""
+    dtype = wide(x.dtype)
+    x, g = x.to(dtype), g.to(dtype)
+    centred = x - x.mean(-1, keepdim=True)
+    scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    normal = centred * scale
+    by_weight = g * normal
+    gw, gb = ((t.flatten(0, -2).sum(0) if x.ndim > 1 else t) for t in (by_weight, g))
+    gn = g if weight is None else g * weight.to(dtype)
+    along = (gn * normal).mean(-1, keepdim=True)
+    return (gn - gn.mean(-1, keepdim=True) - normal * along) * scale, gw, gb

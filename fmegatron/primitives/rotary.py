@@ -1,4 +1,11 @@
-"""Rotary position embedding (Su et al. 2021): pairs of features turned by an angle that grows with the position."""
+"""Rotary position embedding (Su et al. 2021): pairs of features turned by an angle that grows with the position.
+
+A *scaling* stretches the table to longer texts than a model was trained on. It is a function
+`scaling(frequencies, *, base, length) -> (frequencies, attention_factor)` of the frequencies [dim/2] in radians per
+token, the fastest first: `base` is the rotary base that they come from, `length` the number of positions in use (None:
+not said), and cos and sin are multiplied by attention_factor. The published ones are frozen dataclasses here, their
+fields named as in Hugging Face's config.json (`original_max_position`: `original_max_position_embeddings`).
+"""
 
 from __future__ import annotations
 
@@ -9,13 +16,120 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from fmegatron.errors import UserError
 from fmegatron.function import apply_function
 from fmegatron.primitives._function import cast, graph_wanted, may_overwrite, wide
+
+Scaled = tuple[torch.Tensor, float]
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (Chen et al. 2023): all positions divided by `factor`."""
+
+    factor: float
+
+    def __call__(self, frequencies: torch.Tensor, *, base: float, length: int | None) -> Scaled:
+        return frequencies / self.factor, 1.0
+
+
+@dataclass(frozen=True)
+class DynamicNTKScaling:
+    """A base that grows with the length in use (bloc97 and emozilla 2023): up to original_max_position nothing
+    changes, beyond it slow frequencies are stretched and fast ones hardly."""
+
+    factor: float
+    original_max_position: int
+
+    def __call__(self, frequencies: torch.Tensor, *, base: float, length: int | None) -> Scaled:
+        dim = 2 * frequencies.shape[-1]
+        if dim < 4:
+            raise UserError(f"DynamicNTKScaling of dim={dim}: it needs at least 4 rotary features")
+        length = _needed(length, "DynamicNTKScaling", self.original_max_position)
+        stretch = self.factor * max(length, self.original_max_position) / self.original_max_position - (self.factor - 1)
+        return frequencies * (stretch ** (dim / (dim - 2))) ** -_powers(frequencies), 1.0
+
+
+@dataclass(frozen=True)
+class YaRNScaling:
+    """YaRN (Peng et al. 2023): frequencies with fewer than `beta_slow` turns in original_max_position tokens are
+    stretched by `factor`, those with more than `beta_fast` stay, those between are blended by their index.
+
+    attention_factor: default 0.1 ln(factor) + 1; with both mscale and mscale_all_dim (DeepSeek) the quotient of
+        0.1 mscale ln(factor) + 1 and 0.1 mscale_all_dim ln(factor) + 1.
+    truncate: round the two ends of the blend outwards to whole indices (GPT-OSS does not).
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __call__(self, frequencies: torch.Tensor, *, base: float, length: int | None) -> Scaled:
+        half = frequencies.shape[-1]
+        first, last = (self._index(turns, half, base) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        last = last if last != first else first + 0.001
+        index = torch.arange(half, dtype=frequencies.dtype, device=frequencies.device)
+        stretched = ((index - first) / (last - first)).clamp(0, 1)
+        scaled = frequencies / self.factor * stretched + frequencies * (1 - stretched)
+        return scaled, self._attention_factor()
+
+    def _index(self, turns: float, half: int, base: float) -> float:
+        """The index of the frequency that makes so many turns in original_max_position tokens."""
+        return half * math.log(self.original_max_position / (turns * 2 * math.pi)) / math.log(base)
+
+    def _attention_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        growth = 0.1 * math.log(self.factor) if self.factor > 1 else 0.0
+        if self.mscale and self.mscale_all_dim:
+            return (self.mscale * growth + 1) / (self.mscale_all_dim * growth + 1)
+        return growth + 1
+
+
+@dataclass(frozen=True)
+class LongRoPEScaling:
+    """LongRoPE (Ding et al. 2024, Phi-3): each frequency divided by a factor of its own, `long_factor` where more than
+    original_max_position positions are in use, else `short_factor` (one number per pair of features each).
+
+    factor: the longest length divided by original_max_position, which sets the attention factor
+        sqrt(1 + ln(factor) / ln(original_max_position)) unless `attention_factor` gives it.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position: int
+    factor: float
+    attention_factor: float | None = None
+
+    def __call__(self, frequencies: torch.Tensor, *, base: float, length: int | None) -> Scaled:
+        length = _needed(length, "LongRoPEScaling", self.original_max_position)
+        name = "long_factor" if length > self.original_max_position else "short_factor"
+        factors = getattr(self, name)
+        if len(factors) != frequencies.shape[-1]:
+            raise UserError(
+                f"LongRoPEScaling({name}=…) has {len(factors)} numbers for {frequencies.shape[-1]} frequencies: give "
+                "one per pair of features turned"
+            )
+        divisors = torch.tensor(factors, dtype=frequencies.dtype, device=frequencies.device)
+        return frequencies / divisors, self._attention_factor()
+
+    def _attention_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position)) if self.factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's stretch of the low frequencies, names as in its config.json under `rope_scaling`.
+    """Llama 3.1's stretch of the low frequencies.
 
     Wavelengths above original_max_position / low_freq_factor tokens are stretched by `factor`, those below
     original_max_position / high_freq_factor stay, those between are blended.
@@ -26,83 +140,148 @@ class Llama3Scaling:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
 
-    def __call__(self, frequencies: torch.Tensor) -> torch.Tensor:
+    def __call__(self, frequencies: torch.Tensor, *, base: float, length: int | None) -> Scaled:
         wavelength = 2 * math.pi / frequencies
         smooth = (self.original_max_position / wavelength - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
         )
         smooth = smooth.clamp(0, 1)  # 0: a long wave, stretched; 1: a short one, kept
-        return (1 - smooth) * frequencies / self.factor + smooth * frequencies
+        return (1 - smooth) * frequencies / self.factor + smooth * frequencies, 1.0
+
+
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """The fastest `fraction` of the frequencies, divided by `factor`, and zero for the slower ones, whose features pass
+    ("proportional" in Hugging Face).
+
+    Not the same as turning fewer features: frequencies and pairs stay those of all features.
+    """
+
+    fraction: float
+    factor: float = 1.0
+
+    def __call__(self, frequencies: torch.Tensor, *, base: float, length: int | None) -> Scaled:
+        half = frequencies.shape[-1]
+        turned = torch.arange(half, device=frequencies.device) < int(self.fraction * half)
+        return torch.where(turned, frequencies / self.factor, 0.0), 1.0
+
+
+def _needed(length: int | None, what: str, original: int) -> int:
+    if length is None:
+        raise UserError(
+            f"{what} depends on how many positions are in use: give length= (up to {original} nothing is stretched)"
+        )
+    return length
+
+
+def _powers(frequencies: torch.Tensor) -> torch.Tensor:
+    """0, 2/dim, 4/dim, …: the exponents of the base, negated."""
+    dim = 2 * frequencies.shape[-1]
+    return torch.arange(0, dim, 2, dtype=torch.int64, device=frequencies.device).to(frequencies.dtype) / dim
 
 
 def rotary_table(
-    positions: torch.Tensor, dim: int, *, base: float = 10000.0, scaling: Any = None, dtype: torch.dtype = torch.float32
+    positions: torch.Tensor,
+    dim: int,
+    *,
+    base: float = 10000.0,
+    scaling: Any = None,
+    length: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """positions[seq] or [batch seq] -> (cos, sin), each [seq dim/2] or [batch seq dim/2]: made once a step, used by
     every layer.
 
-    `dim` is the number of features turned, `scaling` a function of the frequencies [dim/2] such as `Llama3Scaling`.
-    The angles are computed in fp32 (float64 if `dtype` is that) and cast to `dtype` last, as in Hugging Face.
+    dim: the number of features turned, fewer than a head has for partial rotary.
+    scaling: None, or one of this module's dataclasses or another function of that protocol. Raises UserError when it
+        needs a `length`.
+    length: how many positions are in use, over all ranks; only DynamicNTKScaling and LongRoPEScaling read it.
+    dtype: of the result; angles are computed in fp32 (float64 if `dtype` is that) and cast last, as in Hugging Face.
     """
-    if dim % 2:
-        raise ValueError(f"rotary_table(dim={dim}): features are turned in pairs, so dim must be even")
+    if dim % 2 or dim <= 0:
+        raise UserError(f"rotary_table(dim={dim}): features are turned in pairs, so dim must be even and positive")
     exact = wide(dtype)
     power = torch.arange(0, dim, 2, dtype=torch.int64, device=positions.device).to(exact) / dim
-    frequencies = 1.0 / base**power
+    frequencies, factor = 1.0 / base**power, 1.0
     if scaling is not None:
-        frequencies = scaling(frequencies)
+        frequencies, factor = scaling(frequencies, base=base, length=length)
     angle = positions.to(exact).unsqueeze(-1) * frequencies
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    cos, sin = angle.cos(), angle.sin()
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
+    return cos.to(dtype), sin.to(dtype)
 
 
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x[batch seq ... head] turned by a table of `rotary_table`; features (i, i + dim/2) are a pair, those behind dim
-    pass through.
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """x[batch seq ... head] turned by a table of `rotary_table`; features behind its dim pass through.
 
+    Features (i, i + dim/2) are a pair (Llama, GPT-NeoX), or with `interleaved` (2i, 2i + 1) (GPT-J, Cohere, GLM).
     Backward turns by the opposite angle and keeps the table alone. The result has x's dtype; with a table of higher
     precision the turn is computed in that.
+
+    Raises UserError for a table with more features than x has.
     """
+    if cos.shape != sin.shape or 2 * cos.shape[-1] > x.shape[-1] or cos.ndim not in (2, 3):
+        raise UserError(
+            f"apply_rotary: cos of shape {tuple(cos.shape)} and sin of shape {tuple(sin.shape)} do not fit x of shape "
+            f"{tuple(x.shape)}: make them with rotary_table(positions, dim), dim at most x's last dim"
+        )
     for _ in range(x.ndim - 3):  # the dims between seq and head
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return apply_function(_Turn, x, cos, sin)
+    return apply_function(_Turn, x, cos, sin, interleaved)
 
 
 def rotary(
-    x: torch.Tensor, positions: torch.Tensor, *, base: float = 10000.0, dim: int | None = None, scaling: Any = None
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    base: float = 10000.0,
+    dim: int | None = None,
+    scaling: Any = None,
+    length: int | None = None,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """x[batch seq ... head] turned by its positions ([seq] or [batch seq], global): `rotary_table` and `apply_rotary`
     in one.
 
     `dim` (default: all of head) is how many leading features are turned.
     """
-    table = rotary_table(
-        positions, x.shape[-1] if dim is None else dim, base=base, scaling=scaling, dtype=wide(x.dtype)
-    )
-    return apply_rotary(x, *table)
+    dim = x.shape[-1] if dim is None else dim
+    cos, sin = rotary_table(positions, dim, base=base, scaling=scaling, length=length, dtype=wide(x.dtype))
+    return apply_rotary(x, cos, sin, interleaved=interleaved)
 
 
 class _Turn(Function):
-    """(x, cos, sin) -> x turned; a linear map whose transpose is the turn back."""
+    """(x, cos, sin, interleaved) -> x turned; a linear map whose transpose is the turn back."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
         half = cos.shape[-1]
-        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        y = torch.cat([b, a], -1).to(cos.dtype)
-        x, cos, sin = x[..., : 2 * half].to(cos.dtype), torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        x, rest = x[..., : 2 * half], x[..., 2 * half :]
+        a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+        y = _pairs(b, a, interleaved).to(cos.dtype)
+        x, cos, sin = x.to(cos.dtype), _pairs(cos, cos, interleaved), _pairs(-sin, sin, interleaved)
         y = y.mul_(sin).addcmul_(x, cos) if may_overwrite() else y * sin + x * cos
         y = cast(y, rest.dtype)
         return y if rest.shape[-1] == 0 else torch.cat([y, rest], -1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[1:])
+        _, cos, sin, ctx.interleaved = inputs
+        ctx.save_for_backward(cos, sin)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         if graph_wanted():
-            return apply_function(_Turn, g, cos, -sin), None, None
-        return _Turn.forward(g, cos, -sin), None, None
+            gx = apply_function(_Turn, g, cos, -sin, ctx.interleaved)
+        else:
+            gx = _Turn.forward(g, cos, -sin, ctx.interleaved)
+        return gx, None, None, None
+
+
+def _pairs(a: torch.Tensor, b: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """The features of which a and b hold the first and the second of each pair."""
+    return torch.stack([a, b], -1).flatten(-2) if interleaved else torch.cat([a, b], -1)

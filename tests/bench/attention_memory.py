@@ -1,5 +1,5 @@
-"""Memory of attention, forward and backward, at growing lengths for each mask, against torch's own attention where
-it has the mask.
+"""Memory and time of attention, forward and backward, at growing lengths for each mask and form, against torch's
+own attention where it has the mask.
 
     python tests/bench/attention_memory.py [--device cuda] [--lengths 4096 8192 16384]
 
@@ -58,6 +58,13 @@ def main() -> None:
                 q, k, v, causal=False, segments=documents(q.shape[1], a.device)
             ),
             "positions": lambda q, k, v: attention(q, k, v, positions=torch.arange(q.shape[1], device=a.device)),
+            "window of 1024": lambda q, k, v: attention(q, k, v, window=1024),
+            "window, positions": lambda q, k, v: attention(
+                q, k, v, window=1024, positions=torch.arange(q.shape[1], device=a.device)
+            ),
+            "sinks": lambda q, k, v: attention(q, k, v, sinks=q.new_zeros(q.shape[2:4])),
+            "soft cap": lambda q, k, v: attention(q, k, v, softcap=50.0),
+            "soft cap, window": lambda q, k, v: attention(q, k, v, softcap=50.0, window=1024),
             "torch, causal": lambda q, k, v: F.scaled_dot_product_attention(
                 *(t.transpose(1, 2) for t in (q.flatten(2, 3), k, v)), is_causal=True, enable_gqa=True
             ),
@@ -71,7 +78,7 @@ def main() -> None:
                 row.append(run(f, q, k, v, a.device))
             growth = row[-1][0] / row[-2][0] if len(row) > 1 else float("nan")
             cells = "  ".join(f"{m:9.1f} ({t:7.1f})" for m, t in row)
-            print(f"  {name:16} {cells}  ×{growth:.2f}", flush=True)
+            print(f"  {name:18} {cells}  ×{growth:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import tree
-from fmegatron.models.llama import Llama, LlamaConfig
+from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.optim import adamw, chain, clip_by_global_norm
 from fmegatron.precision import Precision, dtype_of
 from fmegatron.random import key
@@ -148,8 +148,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     a = parser.parse_args()
     dtype = dtype_of(a.compute or ("bfloat16" if a.device == "cuda" else "float32"))
-    c = LlamaConfig(vocab=a.vocab, embed=a.embed, layers=a.layers, heads=a.heads, kv_heads=a.kv_heads, mlp=a.mlp)
-    model, sh = Llama(c), Sharding(precision=Precision(compute=dtype))
+    c = DecoderConfig(vocab=a.vocab, embed=a.embed, layers=a.layers, heads=a.heads, kv_heads=a.kv_heads, mlp=a.mlp)
+    model, sh = Decoder(c), Sharding(precision=Precision(compute=dtype))
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(0, a.vocab, (a.batch, a.seq + 1), generator=g).to(a.device)
     batch = {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}

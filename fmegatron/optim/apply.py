@@ -1,0 +1,201 @@
+"""Runs an elementwise update over the leaves of several trees: a multi-tensor call a group of leaves that are alike.
+
+Pure, or overwriting with `donate`, without temporaries of the size of a tree; on the local shards of DTensors; in plain
+operations under torch.func and where no kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmegatron import tree
+from fmegatron.errors import UserError
+from fmegatron.optim import leaves
+from fmegatron.optim.leaves import buffer_of, grouped, holder_of, layout_of
+from fmegatron.optim.rounding import Rounding
+from fmegatron.simulation import is_local
+
+# Elements converted at once where a kernel cannot take a leaf's dtypes or strides as they are (64 MiB in float32).
+PIECE = 1 << 24
+
+Span = tuple[int, int]  # (leaf, first element of its flat local shard)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The leaves of an update.
+
+    columns: {name of a tree: its leaves}. rows: the leaves that have a gradient. written: the trees that change.
+    local: {name: {row: the local shard that is read, and overwritten if the tree is in `written`}}.
+    new: {name: leaves after the update}, filled in place. paths: the leaves' dotted names.
+    """
+
+    columns: dict[str, list[Any]]
+    rows: list[int]
+    written: tuple[str, ...]
+    local: dict[str, dict[int, Tensor]]
+    new: dict[str, list[Any]]
+    paths: list[str]
+    rounding: Rounding | None
+
+    def store(self, name: str, row: int, value: Tensor, target: Tensor | None = None, start: int = 0) -> None:
+        """Write a value into a leaf, or into `target`, the flat piece of it from `start` on, rounding as asked."""
+        target = self.local[name][row] if target is None else target
+        if self.rounding is None or not self.rounding.applies(target):
+            target.copy_(value)
+        else:
+            self.rounding.store(target, value, self.columns[name][row], f"{self.paths[row]}:{name}", start)
+
+    def keep(self, name: str, row: int, value: Tensor) -> None:
+        """A value of the plain path as the new leaf."""
+        old = self.columns[name][row]
+        if self.rounding is None or not self.rounding.applies(old):
+            self.new[name][row] = value.to(old.dtype)
+        else:
+            self.new[name][row] = self.rounding.rounded(value, old, f"{self.paths[row]}:{name}")
+
+    def trees(self, like: dict[str, Any]) -> dict[str, Any]:
+        """{name: new tree} of the trees written."""
+        return {n: tree.like(like[n], self.new[n]) for n in self.written}
+
+
+def opened(trees: dict[str, Any], written: Sequence[str], donate: bool, rounding: Rounding | None = None) -> Work:
+    """The leaves of trees alike, "params" and "grads" among them, ready to be updated. Call it without gradients.
+
+    Raises `UserError` where structures, shapes or placements disagree.
+    """
+    columns = columns_of(trees)
+    written = tuple(n for n in written if n in columns)
+    rows = [i for i, p in enumerate(columns["params"]) if tree.is_float(p) and columns["grads"][i] is not None]
+    new = {n: list(columns[n]) for n in written}
+    local: dict[str, dict[int, Tensor]] = {n: {} for n in columns}
+    if not leaves.plain_only():
+        local = {n: {i: buffer_of(columns[n][i]) for i in rows} for n in columns}
+        for n in written:
+            if not donate:
+                local[n] = {i: x.clone() for i, x in local[n].items()}
+            for i, x in local[n].items():
+                new[n][i] = holder_of(x, columns[n][i])
+    return Work(columns, rows, written, local, new, tree.paths(trees["params"]), rounding)
+
+
+def apply(
+    trees: dict[str, Any],
+    settings: Sequence[Any],
+    plain: Callable[..., tuple[Tensor, ...]],
+    kernel: Callable[..., None],
+    donate: bool,
+    written: tuple[str, ...],
+    *,
+    temporaries: bool = False,
+    rounding: Rounding | None = None,
+) -> dict[str, Any]:
+    """Run an update over the leaves that have a gradient: {name: new tree} of the trees in `written`.
+
+    settings: what each leaf has of its own; leaves with one setting go together.
+    plain(setting, *leaves of one parameter) returns its new leaves, in the order of `written`.
+    kernel(setting, *lists of leaves) overwrites them; temporaries: it makes some of the size of what it gets, so it
+        gets a bounded piece at a time.
+    """
+    with leaves.no_grad():
+        work = opened(trees, written, donate, rounding)
+        names = list(work.columns)
+        if leaves.plain_only():
+            for i in work.rows:
+                values = plain(settings[i], *(work.columns[n][i] for n in names))
+                for n, value in zip(work.written, values, strict=True):
+                    work.keep(n, i, value)
+            return work.trees(trees)
+
+        def kind(i: int) -> Any:
+            return settings[i], *((x.device, x.dtype, x.is_contiguous()) for x in (work.local[n][i] for n in names))
+
+        for (setting, *_), members in grouped(work.rows, kind).items():
+            _run(work, setting, members, plain, kernel, temporaries)
+        return work.trees(trees)
+
+
+def _run(work: Work, setting: Any, members: list[int], plain: Any, kernel: Any, temporaries: bool) -> None:
+    """Overwrite one group, whose rows are alike in devices, dtypes and contiguity."""
+    names = list(work.columns)
+    lists = [[work.local[n][i] for i in members] for n in names]
+    first = [column[0] for column in lists]
+    if first[0].device.type not in ("cpu", "cuda"):
+        for i, row in zip(members, zip(*lists, strict=True), strict=True):
+            for n, value in zip(work.written, plain(setting, *row), strict=True):
+                work.store(n, i, value)
+        return
+    rounded = {n for n in work.written if work.rounding and work.rounding.applies(work.local[n][members[0]])}
+    if len({x.dtype for x in first}) == 1 and all(x.is_contiguous() for x in first) and not rounded:
+        for piece, _ in pieces(lists, members) if temporaries else [(lists, [])]:
+            kernel(setting, *piece)
+        return
+    # the kernels take one dtype, and read strided tensors wrongly on CPU: convert a bounded piece at a time
+    dtype = leaves.wide(*first)
+    for piece, spans in pieces(lists, members):
+        ready = [_converted(column, dtype) for column in piece]
+        kernel(setting, *ready)
+        for n, column, source in zip(names, piece, ready, strict=True):
+            if n in rounded:
+                for (i, start), target, value in zip(spans, column, source, strict=True):
+                    work.store(n, i, value, target, start)
+            elif n in work.written and source is not column:
+                torch._foreach_copy_(column, source)
+
+
+def _converted(column: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    if column[0].dtype == dtype and column[0].is_contiguous():
+        return column
+    out = [torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in column]
+    torch._foreach_copy_(out, column)
+    return out
+
+
+def pieces(lists: list[list[Tensor]], members: Sequence[int]) -> Iterator[tuple[list[list[Tensor]], list[Span]]]:
+    """The rows in batches of at most PIECE elements, each with what it is of which leaf; a larger row that is
+    contiguous is cut."""
+    if any(is_local(x) for column in lists for x in column):
+        yield lists, [(i, 0) for i in members]  # simulated: no branch on a local size
+        return
+    batch: list[tuple[Tensor, ...]] = []
+    spans: list[Span] = []
+    held = 0
+    for i, row in zip(members, zip(*lists, strict=True), strict=True):
+        cut = row[0].numel() > PIECE and all(x.is_contiguous() for x in row)
+        parts = zip(*(x.view(-1).split(PIECE) for x in row), strict=True) if cut else [row]
+        start = 0
+        for part in parts:
+            if batch and held + part[0].numel() > PIECE:
+                yield [list(column) for column in zip(*batch, strict=True)], spans
+                batch, spans, held = [], [], 0
+            batch.append(tuple(part))
+            spans.append((i, start))
+            start += part[0].numel()
+            held += part[0].numel()
+    if batch:
+        yield [list(column) for column in zip(*batch, strict=True)], spans
+
+
+def columns_of(trees: dict[str, Any]) -> dict[str, list[Any]]:
+    """The leaves of each tree. Raises `UserError` where structures, shapes or placements disagree."""
+    shape = tree.structure(trees["params"])
+    for name, t in trees.items():
+        if tree.structure(t) != shape:
+            raise UserError(f"{name} must be a tree like params, but is {tree.structure(t)} and not {shape}")
+    columns = {name: tree.leaves(t) for name, t in trees.items()}
+    for i, p in enumerate(columns["params"]):
+        for name, column in columns.items():
+            if column[i] is None or not tree.is_float(p) or is_local(p):
+                continue
+            if layout_of(column[i]) != layout_of(p):
+                path = tree.paths(trees["params"])[i]
+                raise UserError(
+                    f"{name} of {path} must have the parameter's shape and placements, {layout_of(p)}, "
+                    f"but has {layout_of(column[i])}: redistribute it before the update"
+                )
+    return columns

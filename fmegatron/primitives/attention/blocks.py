@@ -1,0 +1,177 @@
+"""Attention in plain torch operations, over blocks of queries: the reference of the kernels, the only one that takes
+every mask and form on every device, and all that is differentiable twice.
+
+With z = scale q kᵀ, the scores are s = z, or softcap tanh(z / softcap), and masked; p = exp(s - lse). A learned sink
+is in lse alone (see `sinks`), so that nothing here knows of it but by `lse`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fmegatron.primitives._function import wide
+from fmegatron.primitives.attention.mask import Mask
+
+BLOCK_ELEMENTS = 1 << 25  # of a block of scores
+WINDOW_ROWS = 64  # least queries a block where there is a window
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """(o, lse)"""
+    o, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    kw, vw = k.to(wide(q.dtype)), v.to(wide(q.dtype))
+    for rows, columns in _blocks(q, mask):
+        if columns.start == columns.stop:
+            o[:, rows], lse[:, rows] = 0, -torch.inf
+            continue
+        s, _ = _scores(
+            q[:, rows].to(kw.dtype), kw[:, columns], scale, softcap, mask.seen(rows, columns, q.device), reuse=True
+        )
+        part = s.logsumexp(-1)
+        p = s.sub_(finite(part)[..., None]).exp_()
+        lse[:, rows] = part.movedim(-1, 1)
+        o[:, rows] = torch.einsum("bngqk,bknh->bqngh", p, vw[:, columns]).to(o.dtype)
+    return o, lse
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    softcap: float | None,
+    o: Tensor,
+    lse: Tensor,
+    go: Tensor,
+    glse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gq, gk, gv)"""
+    dtype = wide(q.dtype)
+    gq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    kw, vw = k.to(dtype), v.to(dtype)
+    gk, gv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (kw, vw))
+    for rows, columns in _blocks(q, mask):
+        if columns.start == columns.stop:
+            continue
+        qw, gow = q[:, rows].to(dtype), go[:, rows].to(dtype)
+        s, t = _scores(qw, kw[:, columns], scale, softcap, mask.seen(rows, columns, q.device))
+        p = s.sub_(finite(lse[:, rows]).movedim(1, -1)[..., None]).exp_()
+        gv[:, columns] += torch.einsum("bngqk,bqngh->bknh", p, gow)
+        gs = torch.einsum("bqngh,bknh->bngqk", gow, vw[:, columns])
+        gs.sub_(shift(o[:, rows], gow, None if glse is None else glse[:, rows]).movedim(1, -1)[..., None]).mul_(p)
+        gz = gs.mul_(scale)
+        if t is not None:
+            gz.mul_(t.square_().neg_().add_(1))
+        gq[:, rows] = torch.einsum("bngqk,bknh->bqngh", gz, kw[:, columns]).to(q.dtype)
+        gk[:, columns] += torch.einsum("bngqk,bqngh->bknh", gz, qw)
+    return gq, gk.to(k.dtype), gv.to(v.dtype)
+
+
+def second_order(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    softcap: float | None,
+    o: Tensor,
+    lse: Tensor,
+    go: Tensor,
+    glse: Tensor | None,
+    aq: Tensor,
+    ak: Tensor,
+    av: Tensor,
+) -> list[Tensor]:
+    """Gradients of sum(aq gq + ak gk + av gv), of `backward`'s results, by (q, k, v, o, lse, go, glse).
+
+    With t = tanh(z / softcap), d = ds/dz = 1 - t² (without softcap 1), shift = sum(go o) - glse, gs = p (go vᵀ - shift)
+    and gz = gs d:  gq = scale gz k,  gk = scale gzᵀ q,  gv = pᵀ go. Functional throughout, so that torch can map it
+    and differentiate it again.
+    """
+    dtype = wide(q.dtype)
+    by_rows: list[list[Tensor]] = []
+    gk: Any = 0
+    gv: Any = 0
+    given = (k, v, ak, av)
+    for rows, columns in _blocks(q, mask):
+        qr, orow, gor, aqr = (t[:, rows].to(dtype) for t in (q, o, go, aq))
+        kc, vc, akc, avc = (t[:, columns].to(dtype) for t in given)
+        s, t = _scores(qr, kc, scale, softcap, mask.seen(rows, columns, q.device))
+        p = (s - finite(lse[:, rows]).movedim(1, -1)[..., None]).exp()
+        inner = (
+            _to_scores(gor, vc) - shift(orow, gor, None if glse is None else glse[:, rows]).movedim(1, -1)[..., None]
+        )
+        gz = gs = p * inner
+        g_gz = g_gs = scale * (_to_scores(aqr, kc) + _to_scores(qr, akc))
+        if t is not None:
+            d = 1 - t * t
+            gz, g_gs = gs * d, g_gz * d
+        g_inner = g_gs * p
+        g_shift = -g_inner.sum(-1).movedim(-1, 1)
+        g_s = g_z = (g_gs * inner + _to_scores(gor, avc)) * p
+        if t is not None and softcap is not None:
+            g_z = g_s * d - g_gz * gz * t * (2 / softcap)
+        by_rows.append(
+            [
+                scale * (_to_rows(g_z, kc) + _to_rows(gz, akc)),  # q
+                g_shift[..., None] * gor,  # o
+                -g_s.sum(-1).movedim(-1, 1),  # lse
+                _to_rows(p, avc) + _to_rows(g_inner, vc) + g_shift[..., None] * orow,  # go
+                -g_shift,  # glse
+            ]
+        )
+        around = (0, 0, 0, 0, columns.start, mask.keys - columns.stop)
+        gk = gk + functional.pad(scale * (_to_columns(g_z, qr) + _to_columns(gz, aqr)), around)
+        gv = gv + functional.pad(_to_columns(g_inner, gor), around)
+    gq, g_o, g_lse, g_go, g_glse = (torch.cat(parts, 1) for parts in zip(*by_rows, strict=True))
+    return [gq.to(q.dtype), gk.to(k.dtype), gv.to(v.dtype), g_o.to(o.dtype), g_lse, g_go.to(go.dtype), g_glse]
+
+
+def finite(lse: Tensor) -> Tensor:
+    """With 0 for a query that sees no key, so that exp(-inf - lse) is 0."""
+    return lse.masked_fill(lse == -torch.inf, 0)
+
+
+def shift(o: Tensor, go: Tensor, glse: Tensor | None) -> Tensor:
+    """sum(go o) - glse: what the gradient of each probability is counted from. [batch q kv group], in the wide dtype."""
+    dtype = wide(o.dtype)
+    total = (go.to(dtype) * o).sum(-1)
+    return total if glse is None else total - glse
+
+
+def _blocks(q: Tensor, mask: Mask) -> Iterator[tuple[slice, slice]]:
+    elements = max(1, BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[2] * q.shape[3]))
+    if mask.window is None:
+        size = max(1, elements // max(1, mask.keys))
+    else:
+        size = max(WINDOW_ROWS, mask.window)  # with the window's own width half of the block is seen
+    return mask.blocks(size, elements)
+
+
+def _scores(
+    q: Tensor, k: Tensor, scale: float, softcap: float | None, seen: Tensor | None, *, reuse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(scores [batch kv group q k], tanh(z / softcap) if there is a softcap; with `reuse` it is overwritten)."""
+    s, t = torch.einsum("bqngh,bknh->bngqk", q, k) * scale, None
+    if softcap is not None:
+        t = (s / softcap).tanh()
+        s = t.mul_(softcap) if reuse else t * softcap
+    return s if seen is None else s.masked_fill(~seen[:, None, None], -torch.inf), t
+
+
+def _to_scores(a: Tensor, b: Tensor) -> Tensor:
+    return torch.einsum("bqngh,bknh->bngqk", a, b)
+
+
+def _to_rows(a: Tensor, b: Tensor) -> Tensor:
+    return torch.einsum("bngqk,bknh->bqngh", a, b)
+
+
+def _to_columns(a: Tensor, b: Tensor) -> Tensor:
+    return torch.einsum("bngqk,bqngh->bknh", a, b)

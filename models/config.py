@@ -1,0 +1,167 @@
+"""The sizes of a decoder-only model, and what distinguishes its family."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fmegatron import primitives
+from fmegatron.errors import UserError
+
+Kind = Literal["full", "window"]
+CHOICES = {
+    "positions": ("rotary", "learned", "none"),
+    "norm": ("rms", "layer"),
+    "norm_place": ("pre", "post", "both"),
+    "qk_norm": (None, "head", "all"),
+    "activation": ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"),
+}
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and form of a decoder.
+
+    vocab, embed, layers, mlp: vocabulary, width of the stream, number of blocks, width of the feed-forward part.
+    heads, kv_heads, head: query heads, key and value heads (a divisor of `heads`), size of one head (None: embed /
+        heads).
+    family: the model_type of Hugging Face in whose names it is exported.
+
+    positions: "rotary", "learned" (a table of max_seq rows) or "none".
+    rope_base, rope_scaling, rope_dim, rope_interleaved: of rotary positions: wavelengths, their stretch, how many
+        features of a head are turned (None: all), and whether pairs are (2i, 2i+1) instead of (i, i + rope_dim/2).
+    window_rope_base: the base in windowed layers, without scaling (None: as in the others; Gemma 3).
+
+    window: keys that a query sees in a windowed layer, its own included.
+    pattern: kinds of the layers, "window" or "full", repeated over them; () means all windowed if there is a window.
+    attention_scale, attention_softcap: of the scores; None: 1 / sqrt(head), and no cap.
+    sinks: a learned logit per head in the softmax's denominator (GPT-OSS).
+    qk_norm: a norm of queries and keys, of each "head" (Qwen 3) or of "all" heads together (OLMo 2).
+    qkv_bias, out_bias, mlp_bias: biases of the products.
+
+    norm, norm_eps: "rms" or "layer".
+    norm_place: "pre" (before each part), "post" (behind it; OLMo 2) or "both" (Gemma 2).
+    norm_zero_centred: the scale is 1 + weight (Gemma). norm_wide_weight: the weight is applied before the result is
+        rounded to the compute dtype.
+    activation: "swiglu", "geglu", "geglu_tanh" (gated), "gelu", "gelu_tanh", "relu2".
+
+    embed_scale: multiplies the embedding. logit_softcap: of the final logits. tied: the output matrix is the embedding.
+    max_seq: the longest sequence that the model is made for; with learned positions the number of rows.
+    dropout: on the output of each attention and feed-forward part.
+    init_std: of the initial matrices; those that write to the stream start smaller by sqrt(2 · layers).
+    """
+
+    vocab: int
+    embed: int
+    layers: int
+    heads: int
+    mlp: int
+    kv_heads: int = None  # type: ignore[assignment]  # None is replaced at once
+    head: int = None  # type: ignore[assignment]
+    family: str = "llama"
+    positions: Literal["rotary", "learned", "none"] = "rotary"
+    rope_base: float = 10000.0
+    rope_scaling: Any = None
+    rope_dim: int | None = None
+    rope_interleaved: bool = False
+    window_rope_base: float | None = None
+    window: int | None = None
+    pattern: tuple[Kind, ...] = ()
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    sinks: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    norm_place: Literal["pre", "post", "both"] = "pre"
+    norm_zero_centred: bool = False
+    norm_wide_weight: bool = False
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"] = "swiglu"
+    embed_scale: float | None = None
+    logit_softcap: float | None = None
+    tied: bool = False
+    max_seq: int = 4096
+    dropout: float = 0.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        self._fill()
+        for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp", "max_seq", "rope_dim", "window"):
+            value = getattr(self, name)
+            if name in ("window", "rope_dim") and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name}={value!r} must be an int of 1 or more")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise UserError(f"{name}={getattr(self, name)!r} is not known: use one of {known}")
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"heads={self.heads} does not divide by kv_heads={self.kv_heads}: each kv head serves equally many"
+            )
+        if self.positions == "rotary" and (self.turned % 2 or self.turned > self.head):
+            what = f"head={self.head}" if self.rope_dim is None else f"rope_dim={self.rope_dim}"
+            raise UserError(
+                f"{what} must be even and at most head={self.head}: rotary positions turn pairs of features"
+            )
+        if any(kind not in ("full", "window") for kind in self.pattern):
+            raise UserError(f'pattern={self.pattern!r} must hold "full" and "window" only')
+        if "window" in self.pattern and self.window is None:
+            raise UserError(f"pattern={self.pattern!r} has windowed layers: give window=…, the keys that a query sees")
+        if self.norm == "layer" and (self.norm_zero_centred or self.norm_wide_weight):
+            raise UserError('norm="layer" takes neither norm_zero_centred nor norm_wide_weight')
+
+    def _fill(self) -> None:
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.head is None:
+            if self.embed % self.heads:
+                raise UserError(
+                    f"embed={self.embed} does not divide by heads={self.heads}: give the size of one head=…"
+                )
+            object.__setattr__(self, "head", self.embed // self.heads)
+        object.__setattr__(self, "pattern", tuple(self.pattern))
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a kv head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def turned(self) -> int:
+        """Features of a head that rotary positions turn."""
+        return self.head if self.rope_dim is None else self.rope_dim
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kind of each layer."""
+        pattern = self.pattern or (("window",) if self.window is not None else ("full",))
+        return tuple(pattern[i % len(pattern)] for i in range(self.layers))
+
+    def rope_of(self, kind: Kind) -> tuple[float, Any]:
+        """(base, scaling) of the rotary positions in the layers of a kind."""
+        if kind == "window" and self.window_rope_base is not None:
+            return self.window_rope_base, None
+        return self.rope_base, self.rope_scaling
+
+
+def config_to_dict(config: DecoderConfig) -> dict[str, Any]:
+    """The fields as JSON can hold them, for a checkpoint's metadata."""
+    fields = dataclasses.asdict(config)
+    if config.rope_scaling is not None:
+        fields["rope_scaling"] = {"kind": type(config.rope_scaling).__name__, **fields["rope_scaling"]}
+    return fields
+
+
+def config_from_dict(fields: Mapping[str, Any]) -> DecoderConfig:
+    """The config that `config_to_dict` wrote."""
+    fields = dict(fields)
+    if (scaling := fields.get("rope_scaling")) is not None:
+        given = {n: tuple(v) if isinstance(v, list) else v for n, v in scaling.items() if n != "kind"}
+        fields["rope_scaling"] = getattr(primitives, scaling.get("kind", "Llama3Scaling"))(**given)
+    return DecoderConfig(**{**fields, "pattern": tuple(fields.get("pattern", ()))})

@@ -1,0 +1,403 @@
+"""Decoder-only language models as pure functions: every dense family, by configuration.
+
+    model = Decoder(PRESETS["tiny"])
+    params = init(model.spec(), key(0))
+    logits = model.logits(params, tokens)
+
+A block adds attention and then a feed-forward part to the stream. What differs between families is a field of
+`DecoderConfig`: where norms stand and which, how positions enter, biases, windows, soft-caps. Query heads are two dims,
+`kv group`: each kv head serves a group of query heads, so kv heads fewer than the tensor-parallel ranks need no special
+case.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmegatron.accumulate import Term, Weight
+from fmegatron.context import Ctx
+from fmegatron.errors import UserError
+from fmegatron.initializers import Normal, Ones, Zeros
+from fmegatron.models.config import DecoderConfig
+from fmegatron.parallel.stack import stack
+from fmegatron.primitives import (
+    apply_rotary,
+    attention,
+    dropout,
+    embedding,
+    geglu,
+    gelu,
+    layer_norm,
+    linear_cross_entropy,
+    relu2,
+    rms_norm,
+    rotary_table,
+    swiglu,
+)
+from fmegatron.random import fold_in
+from fmegatron.spec import Param
+from fmegatron.split import everything
+
+IGNORE = -100  # the label of a token without a loss
+TO_LOGITS = "batch seq embed, vocab embed -> batch seq vocab"
+ENTER_ATTENTION = "batch seq* embed -> batch seq embed | kv group"
+ENTER_MLP = "batch seq* embed -> batch seq embed | mlp"
+ENTER_VOCAB = "batch seq* embed -> batch seq embed | vocab"
+
+# Feed-forward activations: gated ones take (gate, up), the others up alone.
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "geglu_tanh": functools.partial(geglu, approximate="tanh"),
+}
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "gelu_tanh": functools.partial(gelu, approximate="tanh"),
+    "relu2": relu2,
+}
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The functions of a model and its sizes; it holds no parameters.
+
+    save: what a block keeps for its backward, a policy of `remat` (`nothing`, `everything`, `names("attention")`, a
+        predicate).
+    compile: compile the block (torch.compile), or its options.
+    label_smoothing, z_loss: of the loss (see `linear_cross_entropy`).
+    """
+
+    config: DecoderConfig
+    save: Callable[[str], bool] = everything
+    compile: bool | Mapping[str, Any] = False
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    _stack: Any = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        layers = self.spec()["layers"]
+        made = stack(self.block, layers, save=self.save, compile=self.compile, context=self._layer_context)
+        object.__setattr__(self, "_stack", made)
+
+    # --------------------------------------------------------------------------------------------------- parameters
+
+    def spec(self) -> dict[str, Any]:
+        """The parameters: {"embed", "positions" if they are learned, "layers": {index: …}, "norm", "norm_bias" of a
+        layer norm, "head" unless tied}."""
+        return {**self._ends(), "layers": {i: self._block_spec() for i in range(self.config.layers)}}
+
+    def _ends(self) -> dict[str, Param]:
+        """The parameters outside the layers."""
+        c = self.config
+        table = Param((c.vocab, c.embed), "vocab embed", Normal(c.init_std), over="batch seq")
+        found = {"embed": table}
+        if c.positions == "learned":
+            found["positions"] = Param((c.max_seq, c.embed), "position embed", Normal(c.init_std), over="batch seq*")
+        found |= self._norm_spec("norm")
+        return found if c.tied else {**found, "head": table}
+
+    def _norm_spec(self, name: str) -> dict[str, Param]:
+        """A norm of the stream."""
+        c = self.config
+        scale = Zeros() if c.norm_zero_centred else Ones()
+        found = {name: Param((c.embed,), "embed", scale, over="batch seq*")}
+        if c.norm == "layer":
+            found[f"{name}_bias"] = Param((c.embed,), "embed", Zeros(), over="batch seq*")
+        return found
+
+    def _block_spec(self) -> dict[str, Param]:
+        c = self.config
+        # the two matrices that write to the stream start smaller, so that its variance does not grow with depth (GPT-2)
+        std, out = Normal(c.init_std), Normal(c.init_std / math.sqrt(2 * c.layers))
+        token, per_kv, stream = "batch seq", "batch seq group", "batch seq*"
+        query, keys = (c.kv_heads, c.group, c.head), (c.kv_heads, c.head)
+        found = self._norm_spec("norm1") if c.norm_place != "post" else {}
+        found["q"] = Param((c.embed, *query), "embed kv group head", std, over=token)
+        found["k"] = found["v"] = Param((c.embed, *keys), "embed kv head", std, over=per_kv)
+        if c.qkv_bias:
+            found["q_bias"] = Param(query, "kv group head", Zeros(), over=token, decay=False)
+            found["k_bias"] = found["v_bias"] = Param(keys, "kv head", Zeros(), over=per_kv, decay=False)
+        scale = Zeros() if c.norm_zero_centred else Ones()
+        if c.qk_norm == "head":
+            found["q_norm"] = found["k_norm"] = Param((c.head,), "head", scale, over="batch seq kv group")
+        elif c.qk_norm == "all":
+            found["q_norm"] = Param(query, "kv group head", scale, over=token, decay=False)
+            found["k_norm"] = Param(keys, "kv head", scale, over=per_kv, decay=False)
+        if c.sinks:
+            found["sinks"] = Param(query[:2], "kv group", Zeros(), over=token, decay=False)
+        found["o"] = Param((*query, c.embed), "kv group head embed", out, over=token)
+        if c.out_bias:
+            found["o_bias"] = Param((c.embed,), "embed", Zeros(), over=stream)
+        if c.norm_place != "pre":
+            found |= self._norm_spec("norm1_post")
+        if c.norm_place != "post":
+            found |= self._norm_spec("norm2")
+        names = ("gate", "up") if c.activation in GATED else ("up",)
+        found |= {n: Param((c.embed, c.mlp), "embed mlp", std, over=token) for n in names}
+        found["down"] = Param((c.mlp, c.embed), "mlp embed", out, over=token)
+        if c.mlp_bias:
+            found |= {f"{n}_bias": Param((c.mlp,), "mlp", Zeros(), over=token) for n in names}
+            found["down_bias"] = Param((c.embed,), "embed", Zeros(), over=stream)
+        if c.norm_place != "pre":
+            found |= self._norm_spec("norm2_post")
+        return found
+
+    # ------------------------------------------------------------------------------------- the parts of a pipeline
+
+    def context(self, batch: Mapping[str, Tensor], ctx: Ctx) -> Ctx:
+        """ctx with what every block reads of a batch: global positions, documents, and the rotary tables of the
+        positions, one for each kind of layer."""
+        c, sh, tokens = self.config, ctx.sh, batch["tokens"]
+        ranks = math.prod(sh.mesh.sizes[a] for a in sh.axes("seq")) if sh.mesh is not None else 1
+        extras = dict(ctx.extras or {})
+        length = extras["slots"][1] if "slots" in extras else tokens.shape[1] * ranks
+        if c.positions == "learned" and length > c.max_seq:
+            raise UserError(
+                f"{length} tokens are more than the {c.max_seq} learned positions of the model: use shorter sequences, "
+                f"or a model with max_seq={length}"
+            )
+        positions = batch.get("positions", ctx.positions)
+        if positions is None:
+            positions = sh.index("seq", tokens.shape[1] * ranks, device=tokens.device)
+        if c.positions == "rotary":
+            dtype = torch.promote_types(sh.precision.compute_dtype, torch.float32)
+            for kind in sorted(set(c.kinds)):
+                base, scaling = c.rope_of(kind)
+                extras[f"rotary {kind}"] = rotary_table(
+                    positions, c.turned, base=base, scaling=scaling, length=length, dtype=dtype
+                )
+        return ctx.replace(positions=positions, segments=batch.get("segments", ctx.segments), extras=extras)
+
+    def _layer_context(self, ctx: Ctx, index: int) -> Ctx:
+        """What the blocks of one kind have in common; one graph a kind is compiled, not one a layer."""
+        c, extras = self.config, ctx.extras
+        kind = c.kinds[index]
+        mine = {n: t for n, t in extras.items() if not n.startswith("rotary ")}
+        mine |= {"rotary": extras.get(f"rotary {kind}"), "window": c.window if kind == "window" else None}
+        return ctx.replace(extras=mine)
+
+    def embed(self, params: Mapping[str, Any], batch: Mapping[str, Tensor], ctx: Ctx) -> Tensor:
+        """tokens[batch seq] -> stream[batch seq* embed]."""
+        c, sh, spec = self.config, ctx.sh, self._ends()
+        x = embedding(sh.use(params["embed"], spec["embed"]), batch["tokens"], sh=sh, vocab_size=c.vocab)
+        if c.embed_scale is not None:
+            x = x * _rounded(c.embed_scale, x.dtype)
+        if c.positions == "learned":
+            positions = ctx.positions
+            assert positions is not None
+            side = "seq" if positions.ndim == 1 else "batch seq"
+            table = sh.use(params["positions"], spec["positions"])
+            x = x + embedding(table, sh(positions, f"{side} -> {side}*"))
+        return x
+
+    def block(self, p: Mapping[str, Tensor], x: Any, ctx: Ctx) -> Any:
+        """One layer: its gathered parameters and stream[batch seq* embed] -> stream[batch seq* embed].
+
+        In generation the carry is (stream, cache) and the new keys and values are written to the cache (`cached`).
+        """
+        x, cache = x if isinstance(x, tuple) else (x, None)
+        y = self._attend(p, self._norm(p, "norm1", x), cache, ctx)
+        x = x + self._dropped(self._norm(p, "norm1_post", y), "attention", ctx)
+        y = self._feed_forward(p, self._norm(p, "norm2", x), ctx)
+        x = x + self._dropped(self._norm(p, "norm2_post", y), "mlp", ctx)
+        return x if cache is None else (x, cache)
+
+    def head(
+        self, params: Mapping[str, Any], x: Tensor, batch: Mapping[str, Tensor], ctx: Ctx
+    ) -> tuple[dict[str, Term], Any]:
+        """stream[batch seq* embed] and labels[batch seq] -> ({"lm": loss of each token}, no statistics)."""
+        h, table = self._last(params, x, ctx)
+        per_token = linear_cross_entropy(
+            h,
+            table,
+            batch["labels"],
+            equation=TO_LOGITS,
+            ignore_index=IGNORE,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.config.logit_softcap,
+            sh=ctx.sh,
+            vocab_size=self.config.vocab,
+        )
+        if (mask := batch.get("mask")) is not None:
+            per_token = per_token * mask.to(per_token.dtype)
+        return {"lm": Term(per_token, "batch seq")}, None
+
+    # ----------------------------------------------------------------------------------------------------- the whole
+
+    def loss(
+        self, params: Mapping[str, Any], batch: Mapping[str, Tensor], ctx: Ctx | None = None
+    ) -> tuple[dict[str, Term], Any]:
+        """The cross-entropy of every token. batch: tokens and labels, int64[batch seq]; optionally mask[batch seq]
+        (1: counts), segments[batch seq] (packed documents) and positions ([seq] or [batch seq])."""
+        ctx = self.context(batch, ctx or Ctx())
+        x = self._stack(params["layers"], self.embed(params, batch, ctx), ctx)
+        return self.head(params, x, batch, ctx)
+
+    def weights(self, batch: Mapping[str, Tensor]) -> dict[str, Weight]:
+        """By what each term is divided: the number of tokens that count."""
+        counts = batch["labels"] != IGNORE
+        if (mask := batch.get("mask")) is not None:
+            return {"lm": Weight(mask * counts, "batch seq")}
+        return {"lm": Weight(counts, "batch seq")}
+
+    def logits(self, params: Mapping[str, Any], tokens: Tensor, ctx: Ctx | None = None, **batch: Tensor) -> Tensor:
+        """tokens[batch seq] -> logits[batch seq vocab] (each rank its part of the vocabulary)."""
+        rest = {"tokens": tokens, **batch}
+        ctx = self.context(rest, ctx or Ctx())
+        x = self._stack(params["layers"], self.embed(params, rest, ctx), ctx)
+        return self._logits(params, x, ctx)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Floating-point operations of forward and backward per token: 6 per element of a matrix that a token meets,
+        and 12 · heads · head per layer and key that a query sees, of which there are seq_len / 2 on average under a
+        causal mask, fewer in a window."""
+        c = self.config
+        matrices = 3 if c.activation in GATED else 2
+        per_layer = c.embed * c.head * (2 * c.heads + 2 * c.kv_heads) + matrices * c.embed * c.mlp
+        w = min(c.window or seq_len, seq_len)
+        seen = {"full": seq_len / 2, "window": w * (1 - w / (2 * seq_len))}
+        keys = sum(seen[kind] for kind in c.kinds)
+        return 6.0 * (c.layers * per_layer + c.embed * c.vocab) + 12.0 * c.heads * c.head * keys
+
+    # -------------------------------------------------------------------------------------------------- generation
+
+    def cache(
+        self, rows: int, slots: int, *, dtype: torch.dtype = torch.float32, device: Any = "cpu"
+    ) -> dict[int, Any]:
+        """Room for the keys and values of `slots` tokens of each row: {layer: {"k", "v"}}, each [rows, slots, kv,
+        head]."""
+        c = self.config
+        shape = (rows, slots, c.kv_heads, c.head)
+        return {i: {n: torch.zeros(shape, dtype=dtype, device=device) for n in "kv"} for i in range(c.layers)}
+
+    def cached(
+        self, params: Mapping[str, Any], tokens: Tensor, cache: Any, start: int, ctx: Ctx | None = None, **batch: Tensor
+    ) -> Tensor:
+        """Logits[batch vocab] of the token behind `tokens`[batch seq], which fill the slots from `start` on. Keys
+        and values are written into `cache` in place. batch: positions[batch seq], and segments[batch start+seq] when
+        rows begin with padding."""
+        segments = batch.pop("segments", None)
+        rest, ctx = {"tokens": tokens, **batch}, ctx or Ctx()
+        slots = (start, start + tokens.shape[1])
+        ctx = ctx.replace(extras={**(ctx.extras or {}), "slots": slots, "kv_segments": segments})
+        ctx = self.context(rest, ctx)
+        x, _ = self._stack(params["layers"], (self.embed(params, rest, ctx), cache), ctx)
+        return self._logits(params, x[:, -1:], ctx)[:, -1]
+
+    # ----------------------------------------------------------------------------------------------------- the block
+
+    def _attend(self, p: Mapping[str, Tensor], x: Tensor, cache: Any, ctx: Ctx) -> Tensor:
+        sh, extras = ctx.sh, ctx.extras
+        h = sh(x, ENTER_ATTENTION)
+        q = sh.dot(h, p["q"], "batch seq embed, embed kv group head -> batch seq kv group head", name="q")
+        k, v = (sh.dot(h, p[n], "batch seq embed, embed kv head -> batch seq kv head", name=n) for n in "kv")
+        q, k, v = (t + p[f"{n}_bias"] if f"{n}_bias" in p else t for n, t in (("q", q), ("k", k), ("v", v)))
+        q, k = self._qk_norm(p, q, k, ctx)
+        if extras["rotary"] is not None:
+            q, k = (apply_rotary(t, *extras["rotary"], interleaved=self.config.rope_interleaved) for t in (q, k))
+        a = self._self_attention(p, q, k, v, ctx) if cache is None else self._cached_attention(p, q, k, v, cache, ctx)
+        y = sh.dot(a, p["o"], "batch seq kv group head, kv group head embed -> batch seq* embed", name="o")
+        return y + p["o_bias"] if "o_bias" in p else y
+
+    def _qk_norm(self, p: Mapping[str, Tensor], q: Tensor, k: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+        """Norms of queries and keys, each head alone (Qwen 3, Gemma 3) or all heads together (OLMo 2)."""
+        c, options = self.config, self._rms_options()
+        if c.qk_norm == "head":
+            return rms_norm(q, p["q_norm"], **options), rms_norm(k, p["k_norm"], **options)
+        if c.qk_norm == "all":
+            q = rms_norm(q, p["q_norm"], dims="batch seq kv group head", sh=ctx.sh, **options)
+            k = rms_norm(k, p["k_norm"], dims="batch seq kv head", sh=ctx.sh, **options)
+        return q, k
+
+    def _self_attention(self, p: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, ctx: Ctx) -> Tensor:
+        sh, segments, options = ctx.sh, ctx.segments, self._attention_options(p, ctx)
+        # context parallel: every rank reads all keys, each for queries of its own
+        k, v = (sh(t, "batch seq kv head -> batch kvseq kv head | seq") for t in (k, v))
+        if not sh.axes("seq"):
+            return attention(q, k, v, segments=segments, sh=sh, **options)
+        positions = sh.index("seq", k.shape[1], device=q.device)
+        every = sh(positions, "seq -> kvseq | seq")
+        kv_segments = None if segments is None else sh(segments, "batch seq -> batch kvseq | seq")
+        given = {"positions": positions, "kv_positions": every, "segments": segments, "kv_segments": kv_segments}
+        return attention(q, k, v, sh=sh, **given, **options)
+
+    def _cached_attention(
+        self, p: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, caches: Any, ctx: Ctx
+    ) -> Tensor:
+        """Attention of new tokens to all cached ones; writes the new keys and values into the cache's slots."""
+        assert ctx.layer is not None
+        cache, (start, end) = caches[ctx.layer], ctx.extras["slots"]
+        cache["k"][:, start:end], cache["v"][:, start:end] = k, v
+        kv_segments = ctx.extras["kv_segments"]
+        masks = {}
+        if kv_segments is not None:
+            masks = {"segments": kv_segments[:, start:end], "kv_segments": kv_segments[:, :end]}
+        k, v = (cache[n][:, :end] for n in "kv")
+        return attention(q, k, v, sh=ctx.sh, **masks, **self._attention_options(p, ctx))
+
+    def _attention_options(self, p: Mapping[str, Tensor], ctx: Ctx) -> dict[str, Any]:
+        c = self.config
+        return {
+            "window": ctx.extras["window"],
+            "scale": c.attention_scale,
+            "softcap": c.attention_softcap,
+            "sinks": p.get("sinks"),
+        }
+
+    def _feed_forward(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> Tensor:
+        sh, activation = ctx.sh, self.config.activation
+        h = sh(x, ENTER_MLP)
+
+        def into(n: str) -> Tensor:
+            y = sh.dot(h, p[n], "batch seq embed, embed mlp -> batch seq mlp", name=n)
+            return y + p[f"{n}_bias"] if f"{n}_bias" in p else y
+
+        a = GATED[activation](into("gate"), into("up")) if activation in GATED else PLAIN[activation](into("up"))
+        y = sh.dot(a, p["down"], "batch seq mlp, mlp embed -> batch seq* embed", name="down")
+        return y + p["down_bias"] if "down_bias" in p else y
+
+    def _norm(self, p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+        """The norm of this name, if the family has it."""
+        if name not in p:
+            return x
+        if self.config.norm == "layer":
+            return layer_norm(x, p[name], p[f"{name}_bias"], eps=self.config.norm_eps)
+        return rms_norm(x, p[name], **self._rms_options())
+
+    def _rms_options(self) -> dict[str, Any]:
+        c = self.config
+        return {"eps": c.norm_eps, "zero_centred": c.norm_zero_centred, "wide_weight": c.norm_wide_weight}
+
+    def _dropped(self, y: Tensor, where: str, ctx: Ctx) -> Tensor:
+        if not self.config.dropout or ctx.key is None:
+            return y
+        return dropout(
+            y, self.config.dropout, fold_in(ctx.key, where), sh=ctx.sh, dims="batch seq* embed", rows=ctx.rows
+        )
+
+    def _last(self, params: Mapping[str, Any], x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+        """(the normed stream in the region of the vocabulary, the output matrix [vocab embed])."""
+        sh, spec = ctx.sh, self._ends()
+        norm = {n: sh.use(params[n], spec[n]) for n in self._norm_spec("norm")}
+        name = "embed" if self.config.tied else "head"
+        return sh(self._norm(norm, "norm", x), ENTER_VOCAB), sh.use(params[name], spec[name])
+
+    def _logits(self, params: Mapping[str, Any], x: Tensor, ctx: Ctx) -> Tensor:
+        h, table = self._last(params, x, ctx)
+        y = ctx.sh.dot(h, table, TO_LOGITS, name="head")
+        cap = self.config.logit_softcap
+        return y if cap is None else cap * torch.tanh(y / cap)
+
+
+@functools.cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """A constant as its tensor in `dtype` would hold it."""
+    return float(torch.tensor(value, dtype=dtype))

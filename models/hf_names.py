@@ -1,0 +1,115 @@
+"""Which Hugging Face tensor holds which parameter, and how it lays out our dims."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fmegatron.models.config import DecoderConfig
+from fmegatron.spec import Param, params_of
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """A Hugging Face tensor, or a part of one.
+
+    name: the tensor's. dims: how it lays out our dims, "(kv group head) embed" (brackets: one of its dims).
+    dim, start, whole: for a part (queries in a fused qkv matrix): it is cut along dim `dim` of the tensor, begins at
+        `start`, and the tensor has `whole` there.
+    """
+
+    name: str
+    dims: str
+    dim: int = 0
+    start: int = 0
+    whole: int | None = None
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """Per dim of the Hugging Face tensor, our dims in it."""
+        return [(inside or single).split() for inside, single in re.findall(r"\(([^)]*)\)|(\S+)", self.dims)]
+
+    def part_shape(self, param: Param) -> tuple[int, ...]:
+        """The shape of the part that holds a parameter of ours."""
+        size = dict(zip(param.names, param.shape, strict=True))
+        return tuple(math.prod(size[n] for n in group) for group in self.groups)
+
+    def shape(self, param: Param) -> tuple[int, ...]:
+        """The whole Hugging Face tensor's shape."""
+        part = self.part_shape(param)
+        return part if self.whole is None else (*part[: self.dim], self.whole, *part[self.dim + 1 :])
+
+
+def names_of(
+    spec: Any, *, top: Mapping[str, HFTensor], layer: Mapping[str, HFTensor], prefix: str
+) -> dict[str, HFTensor]:
+    """{our dotted name: Hugging Face tensor} of every parameter of a spec.
+
+    top: of the parameters outside the layers. layer: of those of one layer, whose tensors are called prefix.index.name.
+    Raises KeyError for a parameter that neither names: the family has none like it.
+    """
+    found = {}
+    for path in params_of(spec):
+        if path.startswith("layers."):
+            _, index, leaf = path.split(".")
+            found[path] = replace(layer[leaf], name=f"{prefix}.{index}.{layer[leaf].name}")
+        else:
+            found[path] = top[path]
+    return found
+
+
+def fused(name: str, parts: Mapping[str, tuple[str, int]], *, dim: int = 0) -> dict[str, HFTensor]:
+    """{our leaf: its part} of one tensor that holds several parameters behind each other along `dim`.
+
+    parts: {our leaf: (its dims, its size along `dim`)}, in order.
+    """
+    whole = sum(size for _, size in parts.values())
+    found, start = {}, 0
+    for leaf, (dims, size) in parts.items():
+        found[leaf] = HFTensor(name, dims, dim, start, whole)
+        start += size
+    return found
+
+
+# The names that most families share.
+
+TOP = {
+    "embed": HFTensor("model.embed_tokens.weight", "vocab embed"),
+    "norm": HFTensor("model.norm.weight", "embed"),
+    "head": HFTensor("lm_head.weight", "vocab embed"),
+}
+PREFIX = "model.layers"
+QKVO = {
+    "q": HFTensor("self_attn.q_proj.weight", "(kv group head) embed"),
+    "k": HFTensor("self_attn.k_proj.weight", "(kv head) embed"),
+    "v": HFTensor("self_attn.v_proj.weight", "(kv head) embed"),
+    "q_bias": HFTensor("self_attn.q_proj.bias", "(kv group head)"),
+    "k_bias": HFTensor("self_attn.k_proj.bias", "(kv head)"),
+    "v_bias": HFTensor("self_attn.v_proj.bias", "(kv head)"),
+    "o": HFTensor("self_attn.o_proj.weight", "embed (kv group head)"),
+    "o_bias": HFTensor("self_attn.o_proj.bias", "embed"),
+}
+MLP = {
+    "gate": HFTensor("mlp.gate_proj.weight", "mlp embed"),
+    "up": HFTensor("mlp.up_proj.weight", "mlp embed"),
+    "down": HFTensor("mlp.down_proj.weight", "embed mlp"),
+    "gate_bias": HFTensor("mlp.gate_proj.bias", "mlp"),
+    "up_bias": HFTensor("mlp.up_proj.bias", "mlp"),
+    "down_bias": HFTensor("mlp.down_proj.bias", "embed"),
+}
+PRE_NORMS = {
+    "norm1": HFTensor("input_layernorm.weight", "embed"),
+    "norm2": HFTensor("post_attention_layernorm.weight", "embed"),
+}
+HEAD_NORMS = {
+    "q_norm": HFTensor("self_attn.q_norm.weight", "head"),
+    "k_norm": HFTensor("self_attn.k_norm.weight", "head"),
+}
+
+
+def llama_names(config: DecoderConfig, spec: Any, **more: HFTensor) -> dict[str, HFTensor]:
+    """The names of Llama and of all that are built like it, with a family's own leaves beside."""
+    return names_of(spec, top=TOP, layer={**QKVO, **MLP, **PRE_NORMS, **more}, prefix=PREFIX)

@@ -1,0 +1,115 @@
+"""Every example runs as its docstring says, from an empty folder, and prints what it proves (each program asserts it too)."""
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as xml
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+RANKS = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"
+NUMBER = r"-?\d+\.\d+"
+
+
+def output(name: str, *arguments: str, folder: Path, launcher: tuple[str, ...] = ()) -> str:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(EXAMPLES.parent),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / name), *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """The numbers that the groups of a pattern find, once."""
+    (found,) = re.findall(pattern, text)
+    return [float(x) for x in ([found] if isinstance(found, str) else found)]
+
+
+def test_per_example_gradients(tmp_path):
+    text = output("per_example_gradients.py", folder=tmp_path)
+    assert all(error < 1e-13 for error in numbers(r"gradient to (\S+), each is its example's alone to (\S+)", text))
+    norm, change = numbers(rf"one example of norm ({NUMBER}) moves the clipped sum by ({NUMBER})", text)
+    assert norm > 1 and change == 1
+    first, last = numbers(rf"30 steps of DP-SGD: loss ({NUMBER}) -> ({NUMBER})", text)
+    assert last < first
+
+
+def sharpness(text: str) -> list[str]:
+    return re.findall(rf"({NUMBER}) (?:on|by)", text)
+
+
+def test_hessian_vector_product(tmp_path):
+    text = output("hessian_vector_product.py", folder=tmp_path)
+    sharded, alone, dense = map(float, sharpness(text))
+    assert "on 4 simulated ranks" in text and abs(sharded - alone) < 1e-10 and abs(sharded - dense) < 1e-5
+
+
+@pytest.mark.xdist_group("gloo")
+def test_hessian_vector_product_on_real_ranks(tmp_path):
+    text = output("hessian_vector_product.py", "dp=2,tp=2", folder=tmp_path, launcher=RANKS)
+    sharded, alone, _ = map(float, sharpness(text))
+    assert "on 4 real ranks" in text and abs(sharded - alone) < 1e-10
+
+
+def test_ensemble(tmp_path):
+    text = output("ensemble.py", "--members", "4", folder=tmp_path)
+    assert numbers(r"4 members: .* equal to (\S+)", text)[0] < 1e-11
+    first, member, both = numbers(rf"loss: ({NUMBER}) at first, a member ({NUMBER}), the ensemble ({NUMBER})", text)
+    assert both < member < first
+
+
+def test_maml(tmp_path):
+    text = output("maml.py", "--steps", "100", folder=tmp_path)
+    exact, first_order = numbers(r"off by (\S+) \(first-order MAML: (\S+)\)", text)
+    assert exact < 1e-7 < 1e-3 < first_order
+    before, after = numbers(rf"({NUMBER}), and ({NUMBER}) after 100 outer steps", text)
+    assert after < before / 2
+
+
+def test_custom_attention(tmp_path):
+    text = output("custom_attention.py", folder=tmp_path)
+    assert "annotations checked for every layout" in text
+    assert "a mix of local heads is refused: einsum: reduces or merges the dim that on_heads shards" in text
+    values = re.findall(rf"({NUMBER}) (?:alone|on \S+, gradients to \d)", text)
+    assert len(values) == 4 and max(map(float, values)) - min(map(float, values)) < 1e-11
+
+
+@pytest.mark.xdist_group("gloo")
+def test_custom_attention_on_real_ranks(tmp_path):
+    text = output("custom_attention.py", "dp=2,tp=2", folder=tmp_path, launcher=RANKS)
+    alone, sharded = map(float, re.findall(rf"({NUMBER}) (?:alone|on dp=2,tp=2)", text))
+    assert abs(alone - sharded) < 1e-11
+
+
+def test_mup(tmp_path):
+    text = output("mup.py", "--out", "coordinates.svg", "--widths", "64", "128", "256", folder=tmp_path)
+    slopes = {scheme: [] for scheme in ("standard", "µP")}
+    for scheme, slope in re.findall(rf"^(standard|µP) .* slope ([+-]{NUMBER})$", text, re.MULTILINE):
+        slopes[scheme].append(float(slope))
+    assert len(slopes["µP"]) == len(slopes["standard"]) == 3
+    assert max(map(abs, slopes["µP"])) < 0.1 and min(slopes["standard"]) > 0.3
+    picture = xml.parse(tmp_path / "coordinates.svg").getroot()
+    assert len(picture.findall("{*}polyline")) == 6
+
+
+def test_every_example_is_tested_and_says_how_to_run_it():
+    here = Path(__file__).read_text() + (Path(__file__).parent / "test_packaging.py").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f'"{path.name}"' in here, f"{path.name} has no test"
+        assert f"python {path.name}" in path.read_text(), f"{path.name} does not say how to run it"
