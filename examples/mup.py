@@ -1,9 +1,9 @@
 """µP (Yang et al. 2022, "Tensor Programs V") by named dims, and its coordinate check as a picture.
 
-A `Param` names its dims, so it says how it scales with width: of which dims are width follow, for Adam, its initial
-standard deviation, its learning rate and, where it ends in something of fixed size, a multiplier. The coordinate check
-trains models of several widths for a few steps. With µP the change of the activations does not depend on the width;
-with the standard parametrization it grows. The program fits the slopes (log change by log width) and asserts that.
+A `Param` names its dims. From those that are width follow, for Adam, the initial standard deviation, the learning rate
+and, where a parameter ends in something of fixed size, a multiplier. The coordinate check trains models of several
+widths for a few steps: with µP the change of the activations does not depend on the width, with the standard
+parametrization it grows. The program fits the slopes (log change by log width) and asserts that.
 
     python mup.py --out coordinates.svg
 """
@@ -20,7 +20,7 @@ import fmegatron as fm
 from fmegatron.primitives import attention, cross_entropy, embedding, rms_norm, swiglu
 
 VOCAB, HEAD, LAYERS, ROWS, SEQ, STEPS = 16, 8, 2, 8, 16, 4
-WIDTH_DIMS = {"embed", "heads", "mlp"}  # what grows with the model; vocab, head and layers stay
+WIDTH_DIMS = {"embed", "heads", "mlp"}  # what grows; vocab, head (so the scores' scale too) and layers stay
 BASE, RATE = 64, 1e-2  # the width at which both parametrizations are the same, and its learning rate
 
 
@@ -51,8 +51,8 @@ def kind(param):
 
 
 def parametrize(spec, growth, mup):
-    """(spec with its initial values, every leaf's factor of the learning rate, the factor of the logits) at `growth`
-    times the base width.
+    """(spec with its initial values, `lr_scale` of the optimizer, factor of the logits) at `growth` times the base
+    width.
 
     Both draw matrices with deviations of 1/√growth. µP (for Adam): matrices learn at 1/growth; an output keeps its
     deviation and its rate, and what it gives is divided by growth. Standard: an output is one more matrix, and all
@@ -63,7 +63,7 @@ def parametrize(spec, growth, mup):
         narrow = kind(param) == "matrix" or (kind(param) == "output" and not mup)
         return replace(param, init=fm.normal(param.init.std * growth**-0.5)) if narrow else param
 
-    rates = fm.tree.tree_map(lambda p: 1 / growth if mup and kind(p) == "matrix" else 1.0, spec)
+    rates = fm.optim.per_leaf(spec, 1.0, {lambda path, p: kind(p) == "matrix": 1 / growth if mup else 1.0})
     return fm.tree.tree_map(initial, spec), rates, 1 / growth if mup else 1.0
 
 
@@ -78,20 +78,10 @@ def activations(params, tokens, logits_factor):
     return {**found, "logits": rms_norm(x, params["norm"]) @ params["head"] * logits_factor}
 
 
-def with_rates(optimizer, rates):
-    """Every leaf's update times its factor."""
-
-    def update(params, grads, state, **options):
-        new, grads, state = optimizer.update(params, grads, state)
-        return fm.tree.tree_map(lambda p, q, rate: p + rate * (q - p), params, new, rates), grads, state
-
-    return fm.optim.Optimizer(optimizer.init, update)
-
-
 def changes(width, mup):
     """{activation: the root mean square of its change in STEPS steps of Adam}."""
     model, rates, factor = parametrize(spec(width), width / BASE, mup)
-    optimizer = with_rates(fm.optim.adamw(RATE, weight_decay=0.0), rates)
+    optimizer = fm.optim.adam(RATE, lr_scale=rates)
     text = fm.random.randint(fm.key(1), (ROWS, SEQ + 1), 0, VOCAB).cumsum(1) % VOCAB
     tokens, labels = text[:, :-1], text[:, 1:]
 
@@ -115,32 +105,21 @@ def slope(widths, values):
 
 def picture(widths, curves):
     """An SVG of {(parametrization, activation): change by width}, both axes logarithmic."""
-    colours = {"standard": "#c4500c", "µP": "#2563a8"}
-    every = [math.log2(v) for values in curves.values() for v in values]
-    low, high = math.floor(min(every)), math.ceil(max(every))
 
-    def at(width, value):
-        across = math.log2(width / widths[0]) / math.log2(widths[-1] / widths[0])
-        return f"{70 + 480 * across:.1f},{340 - 300 * (math.log2(value) - low) / (high - low):.1f}"
+    def line(scheme, name, values):
+        points = [(math.log2(width), math.log2(value)) for width, value in zip(widths, values, strict=True)]
+        colour = fm.plot.TRAIN if scheme == "µP" else fm.plot.VALIDATION
+        return fm.plot.Series(f"{scheme}, {name}", points, colour, dashed=name != "logits", dots=True)
 
-    parts = [f'<text x="70" y="24" font-size="15">Change of activations after {STEPS} steps, by width</text>']
-    for width in widths:
-        x = at(width, 2.0**low).split(",")[0]
-        parts.append(f'<path d="M{x} 40V340" stroke="#ddd"/><text x="{x}" y="358" text-anchor="middle">{width}</text>')
-    for value in (2.0**power for power in range(low, high + 1)):
-        y = float(at(widths[0], value).split(",")[1])
-        parts.append(
-            f'<path d="M70 {y}H550" stroke="#ddd"/><text x="62" y="{y + 4}" text-anchor="end">{value:g}</text>'
-        )
-    for (scheme, name), values in curves.items():
-        points = " ".join(map(at, widths, values))
-        dash = "none" if name == "logits" else "5 4"
-        style = f'fill="none" stroke="{colours[scheme]}" stroke-width="2" stroke-dasharray="{dash}"'
-        parts.append(f'<polyline points="{points}" {style}/>')
-        x, y = points.split()[-1].split(",")
-        parts.append(f'<text x="{float(x) + 8}" y="{float(y) + 4}" fill="{colours[scheme]}">{scheme}, {name}</text>')
-    head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 370" width="700" font-family="sans-serif" font-size="12">'
-    return "\n".join([head, '<rect width="700" height="370" fill="white"/>', *parts, "</svg>\n"])
+    series = [line(*key, values) for key, values in curves.items()]
+    every = [y for one in series for _, y in one.points]
+    return fm.plot.chart(
+        series,
+        title=f"Change of activations after {STEPS} steps of Adam",
+        x_label="log2 of the width",
+        y_label="log2 of the change",
+        y_range=(min(every), max(every) + 2),  # room for the legend
+    )
 
 
 if __name__ == "__main__":

@@ -201,8 +201,8 @@ def evaluate(
 
 
 def scaled(x: torch.Tensor, c: Any, loss_scale: float | None) -> torch.Tensor:
-    """x · c · loss_scale. The two factors are multiplied first: a scale of 65536 alone would not fit an fp16 x, whose
-    gradient is their product."""
+    """x · c · loss_scale. The two factors are multiplied first: the gradient of an fp16 x is their product, while either
+    alone may leave fp16."""
     if loss_scale is None:
         return x * as_factor(c, x)
     x = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -17,7 +17,7 @@ from fmegatron import config as settings
 from fmegatron.config import ExportConfig, GenerateConfig, PreprocessConfig, TrainConfig, nearest_name
 from fmegatron.errors import UserError
 from fmegatron.launch import is_first_process, launch, report_error
-from fmegatron.preflight import check_train
+from fmegatron.preflight import check_settings, check_train
 
 C = TypeVar("C")
 
@@ -56,6 +56,7 @@ def train(arguments: Sequence[str]) -> int | None:
 def describe(arguments: Sequence[str]) -> int | None:
     """Show the parameters, sizes and layout that `train` with the same arguments would have."""
     config = parse_train(arguments, command="describe")
+    check_settings(config)
     from fmegatron.job import describe
 
     return describe(config)

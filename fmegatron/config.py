@@ -43,36 +43,92 @@ class ModelOverrides:
     """Width of the feed-forward part."""
     vocab: int | None = None
     """Size of the vocabulary, at least the tokenizer's."""
+    max_seq: int | None = None
+    """Longest sequence; with learned positions the number of their rows."""
     rope_theta: float | None = None
     """Base of the rotary positions' wavelengths."""
+    window: int | None = None
+    """Keys that a query sees in a windowed layer, its own included; 0: no windows."""
+    pattern: tuple[Literal["full", "window"], ...] | None = None
+    """Kinds of the layers, repeated over them, such as window full; with a window and no pattern all are windowed."""
+    qk_norm: Literal["none", "head", "all"] | None = None
+    """Norm of queries and keys: of each head, or of all heads together."""
+    attention_softcap: float | None = None
+    """Soft-cap of the attention scores; 0: none."""
+    logit_softcap: float | None = None
+    """Soft-cap of the final logits; 0: none."""
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"] | None = None
+    """Activation of the feed-forward part; those with glu are gated."""
+    norm_eps: float | None = None
+    """Added to the variance in norms."""
+    qkv_bias: bool | None = None
+    """Biases of queries, keys and values."""
+    out_bias: bool | None = None
+    """Bias of attention's output."""
+    mlp_bias: bool | None = None
+    """Biases of the feed-forward part."""
     tied: bool | None = None
     """Whether the output matrix is the embedding."""
+    init_std: float | None = None
+    """Standard deviation of the initial matrices."""
+    family: str | None = None
+    """Hugging Face's model_type that the model is exported as, such as mistral for windows in every layer."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What is minimised; evaluations always report the plain cross-entropy."""
+
+    label_smoothing: float = 0.0
+    """Share of the target's probability that is spread over the whole vocabulary."""
+    z_loss: float = 0.0
+    """Weight of the squared logarithm of the softmax's denominator, which keeps logits small (PaLM: 1e-4)."""
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = "adamw"
+    """Optimizer; muon: the matrices of the layers with Muon, all else with AdamW."""
     lr: float = 3e-3
-    """Learning rate after the warm-up."""
+    """Learning rate after the warm-up; with muon that of AdamW's leaves."""
     min_lr: float = 0.0
     """Learning rate at the end of the schedule."""
     warmup: int = 20
     """Steps over which the learning rate rises linearly from zero."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """How the learning rate goes from lr to min_lr; wsd: constant, then linear over the last `decay` steps."""
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    """How the learning rate goes from lr to min_lr; wsd: constant, then down over the last `decay` steps; inverse_sqrt:
+    as 1 / sqrt(step) behind the warm-up, whatever the number of steps."""
     decay: int | None = None
     """Steps of wsd's final decay; None: a fifth of all steps."""
+    wsd_form: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = None
+    """Form of wsd's final decay; None: linear."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; norms and biases have none."""
+    """Weight decay of matrices (adam and sgd: L2 regularisation); norms and biases have none."""
     beta1: float = 0.9
-    """Decay of the gradient's running mean."""
+    """Decay of the gradient's running mean, of adamw, adam and lion."""
     beta2: float = 0.95
-    """Decay of the squared gradient's running mean."""
+    """Decay of the squared gradient's running mean; of lion's momentum."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment, of adamw and adam."""
     clip: float = 1.0
     """Largest global gradient norm; 0 never clips."""
+    momentum: float | None = None
+    """Momentum of sgd (None: 0.9) and muon (None: 0.95); of adafactor a mean of the updates (None: no such mean)."""
+    nesterov: bool = False
+    """Nesterov's momentum for sgd; muon always has it."""
+    muon_lr: float | None = None
+    """Learning rate of Muon's matrices after the warm-up; None: 0.02. They share warm-up and schedule."""
+    muon_adjust: Literal["original", "match_rms_adamw", "none"] | None = None
+    """Factor of Muon's rate by a matrix's sizes; None: original. match_rms_adamw: AdamW's rates fit, such as 3e-4."""
+    lr_scale: str | None = None
+    """Multipliers of the learning rate by leaf, the last that matches counts: embed=0.1,layers.*.q=0.5 by path, or
+    dims:embed mlp=0.5 by dims."""
+    weight_decay_of: str | None = None
+    """Weight decay by leaf in place of the general one, written as lr_scale: embed=0,dims:embed=0.01."""
+    ema: float | None = None
+    """Decay of a moving average of the weights, such as 0.999; it is evaluated too, and `--weights ema` uses it."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +154,22 @@ class PrecisionConfig:
     reduce: Dtype | None = None
     """Format in which gradients are summed over ranks; None: float32, or wider parameters' own."""
     master: Dtype | None = None
-    """Format of the optimizer's own copy of the parameters; None: no copy if the parameters are float32 or wider."""
+    """Format of the optimizer's own copy of the parameters; None: float32 where the parameters are narrower and are not
+    rounded stochastically, else no copy. The parameters' own format: no copy."""
+    moments: Literal["float64", "float32", "bfloat16"] | None = None
+    """Format of the optimizer's moments; None: float32, or wider parameters' own."""
+    stochastic_rounding: bool = False
+    """Round what the optimizer writes in bfloat16 (parameters, moments) up or down by chance, in place of a copy."""
+    loss_scale: str | None = None
+    """With float16: dynamic, or a fixed number; None: dynamic where products or parameters are in float16."""
+    loss_scale_initial: float = 65536.0
+    """First dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """Finite steps in a row after which the dynamic loss scale doubles."""
+    loss_scale_hysteresis: int = 2
+    """Overflows after which the dynamic loss scale halves; a fixed one ends the run after 8 in a row."""
+    loss_scale_minimum: float = 1.0
+    """Smallest dynamic loss scale; an overflow there ends the run."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +206,10 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a language model; with no argument: a small Llama on the sources of Python's standard library."""
+    """Train a language model; with no argument: a small Llama on the sources of Python's standard library.
+
+    Another model by --model and --model-overrides, or the pretrained one of a Hugging Face folder by --init-from.
+    """
 
     config: str | None = None
     """TOML file with values for any of these settings; the command line has the last word."""
@@ -152,14 +226,23 @@ class TrainConfig:
     data: str | None = None
     """JSONL or text file, folder of text, or prefix of a .bin/.idx pair; None: the sources of Python's standard library."""
     tokenizer: str | None = None
-    """Folder with, or path of, a tokenizer.json; None: train a byte-level BPE on the training text."""
+    """Folder with, or path of, a tokenizer.json; None: that of --init-from, else train a byte-level BPE on the training
+    text."""
     tokenizer_vocab: int = 4096
     """Vocabulary of the tokenizer to train when none is given."""
     text_key: str = "text"
     """Key of the text in a JSONL file."""
 
-    model: str = "tiny"
-    """Preset of the model's sizes."""
+    model: str | None = None
+    """Preset: tiny, gpt2-tiny, gpt2, llama3.2-1b, mistral-7b-v0.3, qwen3-0.6b, gemma3-1b, phi3-mini, olmo2-1b and others,
+    which the message for a wrong name lists; None: tiny. The tiny ones take the tokenizer's vocabulary."""
+    init_from: str | None = None
+    """Folder of a Hugging Face model, with config.json and safetensors, to continue training from, in place of --model.
+    Of --model-overrides those are allowed then that change no parameter's shape."""
+    resize_vocab: int | None = None
+    """Size of the vocabulary with --init-from. New rows are the mean of the old ones, with a little noise."""
+    ignore_fields: tuple[str, ...] = ()
+    """Fields of --init-from's config.json that are not known here and that you know to change nothing: a,b."""
     model_overrides: ModelOverrides = field(default_factory=ModelOverrides)
     dropout: float = 0.0
     """Probability that dropout zeroes an element of a layer's output."""
@@ -176,10 +259,12 @@ class TrainConfig:
     """cpu, cuda, or auto: cuda where there is one."""
 
     batch: BatchConfig = field(default_factory=BatchConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    remat: Literal["everything", "attention", "nothing"] = "everything"
-    """What a layer keeps for the backward pass; the rest is computed again."""
+    remat: str = "everything"
+    """What a layer keeps for the backward pass; the rest is computed again: everything, nothing (but its input), or the
+    results of named computations, such as attention or attention,q,k,v,o,gate,up,down."""
     compile: bool = False
     """Compile the layers with torch.compile."""
     debug: bool = False
@@ -195,7 +280,9 @@ class GenerateConfig:
     """Continue prompts with a trained model."""
 
     checkpoint: str
-    """Run folder or one checkpoint."""
+    """Run folder, one checkpoint, or folder of a Hugging Face model."""
+    weights: Literal["params", "ema"] = "params"
+    """ema: the moving average that a run with --optim.ema keeps."""
     prompt: tuple[str, ...] = ("",)
     """One or several texts to continue."""
     tokens: int = 100
@@ -226,6 +313,8 @@ class ExportConfig:
     """Folder to write to; must not exist or be empty."""
     to: Literal["hf"] = "hf"
     """hf: a folder that Hugging Face transformers loads."""
+    weights: Literal["params", "ema"] = "params"
+    """ema: the moving average that a run with --optim.ema keeps."""
     dtype: Dtype | None = None
     """Format of the parameters; None: as saved."""
 
@@ -317,7 +406,7 @@ def check_config(config: TrainConfig) -> None:
         if value is None or isinstance(value, bool) or not isinstance(value, int | float):
             continue
         name = path.split(".")[-1]
-        if path in _POSITIVE or (kind == "model_overrides"):
+        if path in _POSITIVE or (kind == "model_overrides" and name not in _ZERO_IS_NONE):
             ok, need = 0 < value < float("inf"), "greater than 0"
         elif path in _FRACTIONS:
             ok, need = 0 <= value < 1, "at least 0 and less than 1"
@@ -346,8 +435,15 @@ _POSITIVE = {
     "batch.seq_len",
     "batch.microbatches",
     "eval.batches",
+    "optim.muon_lr",
+    "resize_vocab",
+    "precision.loss_scale_initial",
+    "precision.loss_scale_window",
+    "precision.loss_scale_hysteresis",
+    "precision.loss_scale_minimum",
 }
-_FRACTIONS = {"dropout", "optim.beta1", "optim.beta2"}
+_FRACTIONS = {"dropout", "loss.label_smoothing", "optim.beta1", "optim.beta2", "optim.momentum", "optim.ema"}
+_ZERO_IS_NONE = {"window", "attention_softcap", "logit_softcap"}  # of the overrides: 0 takes the preset's away
 
 
 def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -392,7 +488,8 @@ def _convert(value: Any, hint: Any, dotted: str, where: str) -> Any:
             if isinstance(value, str) and value in typing.get_args(option):
                 return value
         elif typing.get_origin(option) is tuple:
-            if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            known = _choices(option)
+            if isinstance(value, list | tuple) and all(isinstance(v, str) and (not known or v in known) for v in value):
                 return tuple(value)
         elif option is float:
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -409,10 +506,17 @@ def _describe(options: tuple[Any, ...]) -> list[str]:
         if typing.get_origin(option) is Literal:
             described.append("one of " + ", ".join(repr(choice) for choice in typing.get_args(option)))
         elif typing.get_origin(option) is tuple:
-            described.append("a list of strings")
+            known = ", ".join(repr(choice) for choice in _choices(option))
+            described.append(f"a list of {known}" if known else "a list of strings")
         elif option is not types.NoneType:
             described.append(names[option])
     return described
+
+
+def _choices(of: Any) -> tuple[str, ...]:
+    """The strings that a tuple type allows; () for any."""
+    item = typing.get_args(of)[0]
+    return typing.get_args(item) if typing.get_origin(item) is Literal else ()
 
 
 def _required(f: dataclasses.Field) -> bool:

@@ -14,11 +14,13 @@ from fmegatron.config import GenerateConfig
 from fmegatron.context import Ctx
 from fmegatron.data import load_tokenizer
 from fmegatron.errors import UserError
-from fmegatron.models import Decoder, config_from_dict
+from fmegatron.models import Decoder, config_from_dict, load_hf
+from fmegatron.models import safetensors_files as files
 from fmegatron.precision import Precision, dtype_of
 from fmegatron.sharding import Sharding
 from fmegatron.spec import abstract
 
+AVERAGES = "opt.ema.ema"  # where a checkpoint's state has the moving average of the weights
 PADDING = -1  # the segment of the padding before short prompts, which no token sees
 
 
@@ -129,19 +131,68 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
     return ids or [tokenizer.eod]
 
 
-def load_run(path: str, *, device: torch.device, dtype: torch.dtype | None = None) -> tuple[Decoder, Any, Any, Path]:
-    """(model, parameters on one device, tokenizer, checkpoint folder) of a run folder or one checkpoint."""
+def load_run(
+    path: str, *, device: torch.device, dtype: torch.dtype | None = None, weights: str = "params"
+) -> tuple[Decoder, Any, Any, Path]:
+    """(model, parameters on one device, tokenizer, folder of the weights) of a run folder, one checkpoint, or a folder
+    of Hugging Face transformers.
+
+    weights: "params", or "ema": the moving average that a run with --optim.ema keeps.
+    dtype: None: as saved. Raises UserError for a path that is none of these, and averages that are not there.
+    """
+    if is_hf_folder(path):
+        if weights != "params":
+            raise UserError(f"--weights {weights}: {path} is a Hugging Face folder, which holds one set of weights")
+        saved = next(iter(files.tensors_of(Path(path)).values()), None)
+        as_saved = None if saved is None else files.DTYPES.get(saved.code)
+        model, params = load_hf(path, dtype=dtype or as_saved, device=device)
+        return model, params, load_tokenizer(path), Path(path)
     folder = checkpoint.resolve(path)
     meta = checkpoint.read_meta(folder)
     sizes = config_from_dict(meta["model"])
     model = Decoder(sizes)
     saved = checkpoint.saved_dtype(folder, "params.embed")
-    sh = Sharding(precision=Precision(params=saved))
-    params = checkpoint.load_part(folder, "params", abstract(model.spec(), sh=sh), device=device)
-    if dtype is not None and dtype != saved:
-        params = tree.tree_map(lambda t: t.to(dtype), params)
-    run_folder = folder.parent.parent
-    return model, params, load_tokenizer(run_folder / meta["tokenizer"]), folder
+    load = load_averages if weights == "ema" else load_params
+    params = load(folder, model, device)
+    params = tree.tree_map(lambda t: t.to(dtype or saved), params)
+    return model, params, load_tokenizer(tokenizer_of(folder)), folder
+
+
+def is_hf_folder(path: str | Path) -> bool:
+    """Is it a folder that transformers wrote, or `export`?"""
+    return (Path(path) / "config.json").is_file()
+
+
+def tokenizer_of(folder: Path) -> Path:
+    """The tokenizer's folder that belongs to a folder of weights, as `load_run` gives it."""
+    if is_hf_folder(folder):
+        return folder
+    return folder.parent.parent / checkpoint.read_meta(folder)["tokenizer"]
+
+
+def load_params(folder: Path, model: Decoder, device: torch.device) -> Any:
+    """The parameters of a checkpoint, whole, in the dtype in which they were saved."""
+    saved = checkpoint.saved_dtype(folder, "params.embed")
+    return checkpoint.load_part(folder, "params", _abstract(model, saved), device=device)
+
+
+def load_averages(folder: Path, model: Decoder, device: torch.device) -> Any:
+    """The averaged weights of a checkpoint of a run with --optim.ema."""
+    if f"{AVERAGES}.embed" not in checkpoint.info(folder).tensors:
+        raise UserError(
+            f"--weights ema: {folder} has no averaged weights: leave --weights out, or train with --optim.ema 0.999"
+        )
+    like: Any = _abstract(model, checkpoint.saved_dtype(folder, f"{AVERAGES}.embed"))
+    for name in reversed(AVERAGES.split(".")):
+        like = {name: like}
+    state = checkpoint.load(folder, like, strict=False, device=device)
+    for name in AVERAGES.split("."):
+        state = state[name]
+    return state
+
+
+def _abstract(model: Decoder, dtype: torch.dtype) -> Any:
+    return abstract(model.spec(), sh=Sharding(precision=Precision(params=dtype)))
 
 
 def run(config: GenerateConfig) -> int:
@@ -151,7 +202,7 @@ def run(config: GenerateConfig) -> int:
     _check([[0]], config.tokens, config.temperature, config.top_k, config.top_p)
     device = init_distributed(config.device)
     dtype = None if config.dtype is None else dtype_of(config.dtype)
-    model, params, tokenizer, _ = load_run(config.checkpoint, device=device, dtype=dtype)
+    model, params, tokenizer, _ = load_run(config.checkpoint, device=device, dtype=dtype, weights=config.weights)
     prompts = [prompt_ids(tokenizer, p) for p in config.prompt]
     options: dict[str, Any] = {
         "tokens": config.tokens,

@@ -14,29 +14,30 @@ from typing import Any
 
 import torch
 
-from fmegatron import random, schedules
-from fmegatron.config import TrainConfig, nearest_name
+from fmegatron import random
+from fmegatron.config import TrainConfig
 from fmegatron.data import TokenDataset, eval_batches
 from fmegatron.errors import UserError
+from fmegatron.job_model import (
+    export_problem,
+    hf_changes,
+    ignored_fields,
+    model_config,
+    pretrained_config,
+    remat_policy,
+)
+from fmegatron.job_optim import make_loss_scaling, make_optimizer
+from fmegatron.loss_scale import LossScale, LossScaling
 from fmegatron.mesh import Mesh, make_mesh, parse_axes
-from fmegatron.models import PRESETS, Decoder, DecoderConfig
-from fmegatron.optim import Optimizer, adamw, chain, clip_by_global_norm, decay_mask, with_master
+from fmegatron.models import Decoder, DecoderConfig, load_hf
+from fmegatron.optim import Optimizer
 from fmegatron.parallel.legality import check_layout
 from fmegatron.precision import Precision, dtype_of
-from fmegatron.remat import names, nothing
 from fmegatron.rules import standard_rules
 from fmegatron.sharding import Sharding
 from fmegatron.spec import abstract, init
 from fmegatron.spec import describe as describe_spec
-from fmegatron.split import everything
 from fmegatron.step import TrainState, train_step
-
-POLICIES: dict[str, Callable[[str], bool]] = {
-    "everything": everything,
-    "attention": names("attention"),
-    "nothing": nothing,
-}
-VOCAB_MULTIPLE = 64  # the tiny preset's vocabulary is the tokenizer's rounded up, so that it divides over ranks
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Run:
     model: Decoder
     spec: Any
     optimizer: Optimizer
+    scaling: LossScaling | None
     step: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
     @property
@@ -76,12 +78,20 @@ def mesh_axes(config: TrainConfig, world: int) -> str:
     return axes
 
 
-def make_setup(config: TrainConfig, device: torch.device, world: int, *, check_only: bool = False) -> Setup:
-    """Mesh, rules and precision of a run. check_only: a mesh that runs nothing and needs no process group.
+def make_setup(
+    config: TrainConfig,
+    device: torch.device,
+    world: int,
+    *,
+    sizes: DecoderConfig | None = None,
+    check_only: bool = False,
+) -> Setup:
+    """Mesh, rules and precision of a run. sizes: its model, None: that of the settings. check_only: a mesh that runs
+    nothing and needs no process group.
 
     Raises UserError for a layout that the model or the batch does not allow.
     """
-    sizes = model_config(config, None)
+    sizes = sizes or model_config(config, None)
     axes = mesh_axes(config, world)
     mesh = make_mesh(axes, kv_heads=sizes.kv_heads, device=device.type, world=world, abstract=check_only)
     check_layout(
@@ -93,75 +103,40 @@ def make_setup(config: TrainConfig, device: torch.device, world: int, *, check_o
         sequence_parallel=config.sp,
         store=config.store,
     )
-    p = config.precision
-    compute = p.compute or ("bfloat16" if device.type == "cuda" else None)
-    dtypes = (None if d is None else dtype_of(d) for d in (p.params, compute, p.reduce, p.master))
-    precision = Precision(*dtypes)  # type: ignore[arg-type]
+    precision = make_precision(config, device)
     rules = standard_rules(mesh, sequence_parallel=config.sp, store=config.store)
+    # only some families have a table of positions; its row of the rules is no misspelt name for the others
+    rules = dataclasses.replace(rules, activations=(*rules.activations, "position"))
     sh = Sharding(mesh, rules, precision=precision)
     sh.check_spec(Decoder(sizes).spec())
     return Setup(sh, mesh, device, precision)
 
 
-def model_config(config: TrainConfig, tokenizer_vocab: int | None) -> DecoderConfig:
-    """The sizes of the model: the preset's, then the overrides. The tiny preset takes the tokenizer's vocabulary.
-
-    Raises UserError for an unknown preset, sizes that do not fit each other, and a vocabulary smaller than the
-    tokenizer's.
-    """
-    if config.model not in PRESETS:
-        near = nearest_name(config.model, list(PRESETS))
-        raise UserError(f"--model {config.model} is no preset; did you mean {near}? Presets: {', '.join(PRESETS)}")
-    given = {f.name: getattr(config.model_overrides, f.name) for f in dataclasses.fields(config.model_overrides)}
-    given["rope_base"] = given.pop("rope_theta")
-    given = {k: v for k, v in given.items() if v is not None}
-    preset = PRESETS[config.model]
-    if {"embed", "heads"} & given.keys():
-        given.setdefault("head", None)
-    if "heads" in given:
-        given.setdefault("kv_heads", math.gcd(given["heads"], preset.kv_heads or 1))
-    if config.model == "tiny" and tokenizer_vocab is not None and "vocab" not in given:
-        given["vocab"] = -(-tokenizer_vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    given.setdefault("max_seq", max(preset.max_seq, config.batch.seq_len))
-    try:
-        sizes = dataclasses.replace(preset, dropout=config.dropout, **given)
-    except UserError as error:
-        raise UserError(f"--model {config.model} with --model-overrides: {error}") from None
-    if tokenizer_vocab is not None and sizes.vocab < tokenizer_vocab:
-        source = "--model-overrides.vocab" if "vocab" in given else f"--model {config.model}: its vocabulary of"
-        raise UserError(
-            f"{source} {sizes.vocab} is smaller than the tokenizer's {tokenizer_vocab} tokens: "
-            f"set --model-overrides.vocab to {tokenizer_vocab} or more, or use the tokenizer that belongs to the model"
-        )
-    return sizes
-
-
-def make_optimizer(config: TrainConfig, spec: Any, precision: Precision) -> Optimizer:
-    """Clipping and AdamW with the schedule of the settings."""
-    o, steps = config.optim, config.steps
-    warmup = min(o.warmup, max(steps - 1, 0))
-    decay = min(o.decay or max(1, steps // 5), steps - warmup)
-    rates: dict[str, Callable[[], Any]] = {
-        "constant": lambda: schedules.constant(o.lr, warmup=warmup),
-        "linear": lambda: schedules.linear(o.lr, total=steps, warmup=warmup, end=o.min_lr),
-        "cosine": lambda: schedules.cosine(o.lr, total=steps, warmup=warmup, end=o.min_lr),
-        "wsd": lambda: schedules.wsd(o.lr, total=steps, warmup=warmup, decay=decay, end=o.min_lr),
-    }
-    rate = rates[o.schedule]()
-    update = adamw(rate, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, mask=decay_mask(spec))
-    pieces = ([clip_by_global_norm(o.clip)] if o.clip else []) + [update]
-    optimizer = chain(*pieces)
-    if precision.master is not None and precision.master != precision.params:
-        optimizer = with_master(optimizer, precision.master)
-    return dataclasses.replace(optimizer, rate=rate)
+def make_precision(config: TrainConfig, device: torch.device) -> Precision:
+    """The number formats of a run: those of the settings, and where they say nothing bfloat16 products on a GPU, and a
+    float32 copy of narrower parameters for the optimizer."""
+    p = config.precision
+    params = dtype_of(p.params)
+    compute = p.compute or ("bfloat16" if device.type == "cuda" else None)
+    narrow = params.itemsize < torch.float32.itemsize
+    master = p.master or ("float32" if narrow and not p.stochastic_rounding else None)
+    compute_, reduce, master_ = (None if d is None else dtype_of(d) for d in (compute, p.reduce, master))
+    return Precision(params, compute_, reduce, master_)
 
 
 def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:
     """Model, optimizer and step."""
-    model = Decoder(sizes, save=POLICIES[config.remat], compile=config.compile)
+    model = Decoder(
+        sizes,
+        save=remat_policy(config, sizes),
+        compile=config.compile,
+        label_smoothing=config.loss.label_smoothing,
+        z_loss=config.loss.z_loss,
+    )
     spec = model.spec()
     setup.sh.check_spec(spec)
     optimizer = make_optimizer(config, spec, setup.precision)
+    scaling = make_loss_scaling(config, setup.precision)
     step = train_step(
         model.loss,
         optimizer,
@@ -169,21 +144,54 @@ def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:
         sh=setup.sh,
         microbatches=config.batch.microbatches,
         donate=True,
+        loss_scale=scaling,
     )
-    return Run(setup, model, spec, optimizer, step)
+    return Run(setup, model, spec, optimizer, scaling, step)
+
+
+def check(config: TrainConfig, world: int, sizes: DecoderConfig) -> None:
+    """Make all parts of a run without memory and without other ranks, so that a mistake in the settings is told at
+    once. Raises UserError."""
+    make_run(config, sizes, make_setup(config, torch.device("cpu"), world, sizes=sizes, check_only=True))
 
 
 def initial_state(config: TrainConfig, run: Run) -> TrainState:
-    """The state of a new run; every rank makes its own shards alone."""
+    """The state of a new run; every rank makes, or reads of --init-from, its own shards alone."""
     root = random.key(config.seed)
-    params = init(run.spec, random.fold_in(root, "init"), sh=run.sh, device=run.setup.device)
-    return TrainState(0, params, run.optimizer.init(params), random.fold_in(root, "train"))
+    if config.init_from is None:
+        params = init(run.spec, random.fold_in(root, "init"), sh=run.sh, device=run.setup.device)
+    else:
+        params = load_pretrained(config, run)
+    scale = None if run.scaling is None else run.scaling.init()
+    return TrainState(0, params, run.optimizer.init(params), random.fold_in(root, "train"), loss_scale=scale)
 
 
-def abstract_state(config: TrainConfig, run: Run) -> TrainState:
-    """The shapes, dtypes and placements of a state, for `checkpoint.load`; it holds no memory."""
+def load_pretrained(config: TrainConfig, run: Run) -> Any:
+    """The parameters of --init-from. Raises UserError for a folder whose tensors are not those of its config.json."""
+    assert config.init_from is not None
+    sizes = run.model.config
+    changes = hf_changes(config, pretrained_config(config), sizes)
+    _, params = load_hf(
+        config.init_from,
+        sh=run.sh,
+        device=run.setup.device,
+        vocab=sizes.vocab,
+        seed=config.seed,
+        ignore_fields=ignored_fields(config),
+        **changes,
+    )
+    return params
+
+
+def abstract_state(config: TrainConfig, run: Run, *, scaled: bool | None = None) -> TrainState:
+    """The shapes, dtypes and placements of a state, for `checkpoint.load`; it holds no memory.
+
+    scaled: has the checkpoint a loss scale? None: where the run has one.
+    """
     params = abstract(run.spec, sh=run.sh)
-    return TrainState(0, params, run.optimizer.init(params), random.key(0))
+    scaled = run.scaling is not None if scaled is None else scaled
+    scale = LossScale(0.0, 0, 0, 0) if scaled else None
+    return TrainState(0, params, run.optimizer.init(params), random.key(0), loss_scale=scale)
 
 
 class Batches:
@@ -212,9 +220,12 @@ class Batches:
 def describe(config: TrainConfig) -> int:
     """`fmegatron describe`: print the parameters with their placements on the mesh, without starting anything."""
     world = math.prod(parse_axes(config.mesh or "dp=1", argument="--mesh").values())
-    setup = make_setup(config, torch.device("cpu"), world, check_only=True)
-    model = Decoder(model_config(config, None))
-    print(model.config)
+    sizes = model_config(config, None)
+    setup = make_setup(config, torch.device("cpu"), world, sizes=sizes, check_only=True)
+    make_run(config, sizes, setup)
+    print(sizes)
     print(setup.mesh)
-    print(describe_spec(model.spec(), sh=setup.sh))
+    print(describe_spec(Decoder(sizes).spec(), sh=setup.sh))
+    if problem := export_problem(sizes):
+        print(f"no export to Hugging Face: {problem}")
     return 0

@@ -1,15 +1,32 @@
-"""A loss curve as SVG, without a plotting library."""
+"""Charts as SVG, the loss curve above all, without a plotting library."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 Points = Sequence[tuple[float, float]]
 
 TRAIN, VALIDATION, INK, GRID = "#2563a8", "#c4500c", "#333333", "#e3e3e3"
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of a chart that belong together.
+
+    name: in the legend; None: not there. width: of the line, in pixels; 0: no line. dots: a dot at each point.
+    """
+
+    name: str | None
+    points: Points
+    colour: str = TRAIN
+    width: float = 2.0
+    opacity: float = 1.0
+    dashed: bool = False
+    dots: bool = False
 
 
 def loss_curve(
@@ -29,10 +46,41 @@ def loss_curve(
     train = [(x, y) for x, y in train if math.isfinite(y)]
     validation = [(x, y) for x, y in validation if math.isfinite(y)]
     smooth = smoothed(train)
+    series = []
+    if train:
+        last = smooth[-1 - len(smooth) // 100][1]
+        series.append(Series(None, thinned(train), width=1, opacity=0.3))
+        series.append(Series(f"training {last:.3f}", thinned(smooth)))
+    if validation:
+        name = f"validation {validation[-1][1]:.3f}"
+        series.append(Series(name, validation, VALIDATION, width=1.5, dashed=True, dots=True))
+    shown = [y for _, y in [*smooth, *validation]] or [1.0]
+    lowest = min([y for _, y in train] + shown)
+    size = {"width": width, "height": height}
+    return chart(series, title=title, x_label="step", y_label=y_label, x_from=0.0, y_range=(lowest, max(shown)), **size)
+
+
+def chart(
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str = "step",
+    y_label: str = "",
+    x_from: float | None = None,
+    y_range: tuple[float, float] | None = None,
+    width: int = 800,
+    height: int = 480,
+) -> str:
+    """An SVG picture of several lines, with axes, a grid and a legend.
+
+    x_from: where the horizontal axis begins (default: the smallest x). y_range: what the vertical one encloses
+    (default: all points); what lies outside is cut off.
+    """
+    every = [point for one in series for point in one.points] or [(1.0, 1.0)]
     left, right, top, bottom = 70, width - 24, 48, height - 56
-    shown = [*smooth, *validation] or [(1.0, 1.0)]
-    x_ticks = nice_ticks(0.0, max(x for x, _ in shown), 8)
-    y_ticks = nice_ticks(min(y for _, y in [*shown, *train]), max(y for _, y in shown), 7)
+    x_ticks = nice_ticks(min(x for x, _ in every) if x_from is None else x_from, max(x for x, _ in every), 8)
+    low, high = (min(y for _, y in every), max(y for _, y in every)) if y_range is None else y_range
+    y_ticks = nice_ticks(low, high, 7)
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
         x, y = point
@@ -40,10 +88,6 @@ def loss_curve(
             left + (right - left) * (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]),
             bottom - (bottom - top) * (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]),
         )
-
-    def line(points: Points, style: str) -> str:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, points))
-        return f'<polyline points="{path}" fill="none" stroke-linejoin="round" clip-path="url(#inside)" {style}/>'
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
@@ -62,25 +106,32 @@ def loss_curve(
         parts.append(f'<line x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="{GRID}"/>')
         parts.append(f'<text x="{left - 8}" y="{y + 4.5:.1f}" text-anchor="end">{text}</text>')
     parts.append(f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="{INK}"/>')
-    parts.append(f'<text x="{(left + right) / 2}" y="{height - 14}" text-anchor="middle">step</text>')
+    middle = (left + right) / 2
+    parts.append(f'<text x="{middle}" y="{height - 14}" text-anchor="middle">{escape(x_label)}</text>')
     middle = (top + bottom) / 2
     parts.append(
         f'<text x="18" y="{middle}" text-anchor="middle" transform="rotate(-90 18 {middle})">{escape(y_label)}</text>'
     )
     legend = []
-    if train:
-        parts.append(line(thinned(train), f'stroke="{TRAIN}" stroke-width="1" opacity="0.3"'))
-        parts.append(line(thinned(smooth), f'stroke="{TRAIN}" stroke-width="2"'))
-        legend.append((TRAIN, f"training {smooth[-1 - len(smooth) // 100][1]:.3f}"))
-    if validation:
-        parts.append(line(validation, f'stroke="{VALIDATION}" stroke-width="1.5" stroke-dasharray="5 3"'))
-        for x, y in map(at, validation):
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{VALIDATION}"/>')
-        legend.append((VALIDATION, f"validation {validation[-1][1]:.3f}"))
+    for one in series:
+        places = [at(point) for point in one.points]
+        if one.width:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            style = f'stroke="{one.colour}" stroke-width="{one.width:g}"'
+            style += f' opacity="{one.opacity:g}"' if one.opacity < 1 else ""
+            style += ' stroke-dasharray="5 3"' if one.dashed else ""
+            parts.append(
+                f'<polyline points="{path}" fill="none" stroke-linejoin="round" clip-path="url(#inside)" {style}/>'
+            )
+        if one.dots:
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{one.colour}"/>' for x, y in places]
+        if one.name is not None:
+            legend.append((one.colour, one.name))
+    reach = 18 + 7 * max((len(name) for _, name in legend), default=0)
     for row, (colour, text) in enumerate(legend):
         y = top + 22 + 22 * row
-        parts.append(f'<rect x="{right - 150}" y="{y - 11}" width="14" height="14" fill="{colour}"/>')
-        parts.append(f'<text x="{right - 130}" y="{y + 1}">{text}</text>')
+        parts.append(f'<rect x="{right - reach - 8}" y="{y - 11}" width="14" height="14" fill="{colour}"/>')
+        parts.append(f'<text x="{right - reach + 12}" y="{y + 1}">{escape(text)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

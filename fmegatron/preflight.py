@@ -6,15 +6,104 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fmegatron.config import SETTINGS, TrainConfig
+from fmegatron.config import SETTINGS, PrecisionConfig, TrainConfig
 from fmegatron.errors import UserError
 
 
 def check_train(config: TrainConfig) -> None:
-    """Raises UserError for a run's folder that cannot be used, and for data or a tokenizer that is not there."""
+    """Raises UserError for settings that exclude each other, a run's folder that cannot be used, and data, a model or a
+    tokenizer that is not there."""
+    check_settings(config)
     check_out(config)
-    if not config.resume:  # a run that goes on uses the data that it has made
+    if not config.resume:  # a run that goes on uses the data that it has made, and its own parameters
+        check_init_from(config)
         check_data(config)
+
+
+def check_settings(config: TrainConfig) -> None:
+    """Raises UserError for settings of which one leaves the other without a meaning."""
+    if config.init_from is not None and config.model is not None:
+        raise UserError(
+            f"--model {config.model} and --init-from {config.init_from} exclude each other: leave one of them out"
+        )
+    if config.init_from is None and config.resize_vocab is not None:
+        raise UserError(
+            f"--resize-vocab {config.resize_vocab} is for --init-from: a new model's vocabulary is --model-overrides.vocab"
+        )
+    if config.init_from is None and config.ignore_fields:
+        raise UserError("--ignore-fields is for the config.json of --init-from: leave it out")
+    check_optimizer(config)
+    check_precision(config.precision)
+
+
+def check_optimizer(config: TrainConfig) -> None:
+    """Raises UserError for options of another optimizer or schedule than the one that is named."""
+    o = config.optim
+    belongs = {
+        "muon-lr": (o.muon_lr is not None, "name", o.name, ("muon",)),
+        "muon-adjust": (o.muon_adjust is not None, "name", o.name, ("muon",)),
+        "momentum": (o.momentum is not None, "name", o.name, ("sgd", "adafactor", "muon")),
+        "nesterov": (o.nesterov, "name", o.name, ("sgd",)),
+        "wsd-form": (o.wsd_form is not None, "schedule", o.schedule, ("wsd",)),
+        "decay": (o.decay is not None, "schedule", o.schedule, ("wsd",)),
+    }
+    for name, (given, setting, value, allowed) in belongs.items():
+        if given and value not in allowed:
+            raise UserError(
+                f"--optim.{name} is for --optim.{setting} {' or '.join(allowed)}, but that is {value}: leave it out"
+            )
+    if o.nesterov and o.momentum == 0:
+        raise UserError("--optim.nesterov needs an --optim.momentum above 0: leave one of them out")
+    if o.min_lr > o.lr:
+        raise UserError(f"--optim.min-lr {o.min_lr} is above --optim.lr {o.lr}: the schedule ends at the smaller one")
+
+
+def check_precision(p: PrecisionConfig) -> None:
+    """Raises UserError for formats that exclude each other."""
+    if "float16" not in (p.params, p.compute):
+        default = PrecisionConfig()
+        for name in ("loss_scale", "loss_scale_initial", "loss_scale_window", "loss_scale_hysteresis"):
+            if getattr(p, name) != getattr(default, name):
+                raise UserError(
+                    f"--precision.{name.replace('_', '-')} is for float16, and neither --precision.compute nor "
+                    "--precision.params is float16: leave it out"
+                )
+    if p.loss_scale not in (None, "dynamic"):
+        try:
+            ok = 0 < float(p.loss_scale) < float("inf")
+        except ValueError:
+            ok = False
+        if not ok:
+            raise UserError(f"--precision.loss-scale {p.loss_scale} must be dynamic or a number above 0")
+    if p.loss_scale_minimum > p.loss_scale_initial:
+        raise UserError(
+            f"--precision.loss-scale-minimum {p.loss_scale_minimum} is above --precision.loss-scale-initial "
+            f"{p.loss_scale_initial}: begin at the minimum or above"
+        )
+    if p.stochastic_rounding and p.params == "bfloat16" and p.master not in (None, "bfloat16"):
+        raise UserError(
+            f"--precision.stochastic-rounding takes the place of --precision.master {p.master}: leave one of them out"
+        )
+    if p.stochastic_rounding and "bfloat16" not in (p.params, p.moments):
+        raise UserError(
+            "--precision.stochastic-rounding rounds to bfloat16, and neither --precision.params nor --precision.moments "
+            "is bfloat16: add one of them, or leave it out"
+        )
+
+
+def check_init_from(config: TrainConfig) -> None:
+    """Raises UserError when --init-from names no folder of a Hugging Face model, or one without a tokenizer."""
+    if config.init_from is None:
+        return
+    folder = Path(config.init_from)
+    if not (folder / "config.json").is_file():
+        what = "has no config.json" if folder.is_dir() else "is no folder"
+        raise UserError(
+            f"--init-from {config.init_from} {what}: give a folder that transformers wrote by save_pretrained, with "
+            "config.json, safetensors and tokenizer.json"
+        )
+    if config.tokenizer is None and not (folder / "tokenizer.json").is_file():
+        raise UserError(f"--init-from {config.init_from} has no tokenizer.json: name one by --tokenizer")
 
 
 def holds_run(out: Path) -> bool:
@@ -55,7 +144,7 @@ def check_data(config: TrainConfig) -> None:
         )
     if len(found) == 1:
         raise UserError(f"--data {config.data}: there is {found[0]}, but not the other of the pair; write both again")
-    if tokenizer is None:
+    if tokenizer is None and config.init_from is None:
         raise UserError(
             f"--data {config.data} is tokenized already: name the tokenizer that made it, --tokenizer FOLDER, "
             "a folder with its tokenizer.json"

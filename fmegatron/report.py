@@ -170,6 +170,8 @@ class Reporter:
             self._last_line = now
             more = [f"lr {row['lr']:.2e}"] if "lr" in row else []
             more += [f"grad norm {_short(row['grad_norm'])}"] if "grad_norm" in row else []
+            more += [f"loss scale {row['loss_scale']:g}"] if "loss_scale" in row else []
+            more += ["skipped"] if row.get("skipped") else []
             line = "  ".join([self._step_text(step), loss, *more, *speed])
             self._write_log(line)
             if not self._bar:

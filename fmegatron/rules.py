@@ -50,6 +50,7 @@ def standard_rules(mesh: Mesh, *, sequence_parallel: bool = False, store: Axes =
         "vocab": present("tp"),
         "embed": None,
         "head": None,
+        "position": None,  # rows of a table of learned positions
         "kvseq": None,  # the sequence of keys and values, which attention reads whole
     }
     if sequence_parallel:

@@ -38,8 +38,11 @@ from fmegatron.data.prepare import Prepared
 from fmegatron.debug import explain_step
 from fmegatron.errors import UserError
 from fmegatron.generate import generate_tokens, prompt_ids
+from fmegatron.job_model import export_problem, model_name, resumed_model
+from fmegatron.job_optim import optimizer_form
 from fmegatron.launch import close_distributed, init_distributed
 from fmegatron.models import DecoderConfig, config_from_dict, config_to_dict
+from fmegatron.optim import ema_params
 from fmegatron.precision import dtype_name
 from fmegatron.report import Reporter, measure_matmul_flops
 from fmegatron.sharding import Sharding
@@ -63,7 +66,7 @@ def run(config: TrainConfig, *, start: float | None = None) -> int:
     start = time.monotonic() if start is None else start
     preflight.check_train(config)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    job.make_setup(config, torch.device("cpu"), world, check_only=True)  # before ranks are joined: at once
+    job.check(config, world, first_sizes(config, newest_checkpoint(config)))  # before ranks are joined: at once
     device = init_distributed(config.device)
     try:
         return run_here(config, device, start)
@@ -75,19 +78,19 @@ def run_here(config: TrainConfig, device: torch.device, start: float) -> int:
     """`run` on the ranks of a process group that exists already, or on one process."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     out = Path(config.out)
-    setup = job.make_setup(config, device, world)
     with nothing_left_behind(out, rank):
         begun = newest_checkpoint(config)
-        saved_sizes = None if begun is None else check_same_model(config, begun)
+        sizes = first_sizes(config, begun)
+        setup = job.make_setup(config, device, world, sizes=sizes)
+        if begun is not None:
+            check_same_optimizer(config, begun, setup)
         data = on_first_rank(lambda: prepare_data(config, begun))
-        sizes = job.model_config(config, data.vocab_size) if saved_sizes is None else saved_sizes
+        if begun is None:
+            sizes = job.model_config(config, data.vocab_size)
         tokenizer = load_tokenizer(data.tokenizer_path)
         train, valid = open_data(config, data)
         run_ = job.make_run(config, sizes, setup)
-        if begun is None:
-            state = job.initial_state(config, run_)
-        else:
-            state = checkpoint.load(begun.path, job.abstract_state(config, run_), device=device)
+        state = job.initial_state(config, run_) if begun is None else saved_state(config, run_, begun)
     peak = measure_matmul_flops(device, setup.precision.compute_dtype)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
@@ -146,26 +149,50 @@ def newest_checkpoint(config: TrainConfig) -> checkpoint.Info | None:
     return found
 
 
+def first_sizes(config: TrainConfig, begun: checkpoint.Info | None) -> DecoderConfig:
+    """The model of a run as far as it is known before its data are prepared: its vocabulary may still be the
+    preset's. Raises UserError for a model that the settings do not allow."""
+    if begun is not None:
+        return check_same_model(config, begun)
+    given = config.tokenizer or config.init_from
+    return job.model_config(config, None if given is None else load_tokenizer(given).vocab_size)
+
+
 def check_same_model(config: TrainConfig, begun: checkpoint.Info) -> DecoderConfig:
     """The sizes of the run's model. Raises UserError when the settings ask for others than the checkpoint holds."""
-    saved = config_from_dict(begun.meta["model"])
-    wanted = job.model_config(config, saved.vocab)
-    wanted = dataclasses.replace(wanted, max_seq=saved.max_seq, init_std=saved.init_std)
-    fields = [f.name for f in dataclasses.fields(saved) if f.name != "dropout"]
-    differ = [
-        f"{n} {getattr(saved, n)} (now {getattr(wanted, n)})" for n in fields if getattr(saved, n) != getattr(wanted, n)
-    ]
-    if differ:
-        raise UserError(
-            f"--resume: {begun.path} is of another model, with {', '.join(differ)}: leave --model and --model-overrides out, "
-            "or name another --out"
-        )
+    path = Path(config.out) / SETTINGS
+    if path.exists() and (source := load_config(TrainConfig, path).init_from) != config.init_from:
+        began = f"began from --init-from {source}" if source else "did not begin from a Hugging Face folder"
+        raise UserError(f"--init-from {config.init_from}: the run in --out {config.out} {began}: leave --init-from out")
+    wanted = resumed_model(config, config_from_dict(begun.meta["model"]), str(begun.path))
     dtype = begun.tensors["params.embed"][1]
     if dtype != config.precision.params:
         raise UserError(
             f"--precision.params {config.precision.params}: {begun.path} holds {dtype}; leave it out or name another --out"
         )
     return wanted
+
+
+def check_same_optimizer(config: TrainConfig, begun: checkpoint.Info, setup: job.Setup) -> None:
+    """Raises UserError when the settings ask for an optimizer whose state is not the checkpoint's."""
+    saved = begun.meta.get("optimizer")  # older checkpoints do not say
+    for flag, value in optimizer_form(config, setup.precision).items():
+        if saved is not None and saved.get(flag) != value:
+            raise UserError(
+                f"--{flag}: {begun.path} was trained with {saved.get(flag)}, not {value}: leave --{flag} as it was, "
+                "or name another --out"
+            )
+
+
+def saved_state(config: TrainConfig, run: job.Run, begun: checkpoint.Info) -> TrainState:
+    """The state of a checkpoint. A run that turns to float16 begins with a new loss scale."""
+    scaled = "loss_scale.scale" in begun.values
+    state = checkpoint.load(
+        begun.path, job.abstract_state(config, run, scaled=scaled), device=run.setup.device
+    )
+    if run.scaling is not None and not scaled:
+        state = dataclasses.replace(state, loss_scale=run.scaling.init())
+    return state
 
 
 def prepare_data(config: TrainConfig, begun: checkpoint.Info | None) -> Prepared:
@@ -176,13 +203,13 @@ def prepare_data(config: TrainConfig, begun: checkpoint.Info | None) -> Prepared
     checkpoint's.
     """
     folder = Path(config.out) / "data"
-    tokenizer: str | Path | None = config.tokenizer
+    tokenizer: str | Path | None = config.tokenizer or config.init_from
     if begun is not None:
         found = prepared(folder)
         if found is not None and _same_data(config):
             _check_tokenizer(found.tokenizer_path, begun)
             return found
-        if (folder / "tokenizer").is_dir() and (tokenizer is None or _same_data(config)):
+        if (folder / "tokenizer").is_dir() and (config.tokenizer is None or _same_data(config)):
             tokenizer = folder / "tokenizer"
         if tokenizer is not None:
             _check_tokenizer(tokenizer, begun)
@@ -295,7 +322,8 @@ class Loop:
         self.config, self.run, self.report, self.stop, self.start = config, run, report, stop, start
         self.train_data, self.valid_data, self.data, self.tokenizer = train, valid, data, tokenizer
         self.batches = job.Batches(config, run.setup)
-        self.evaluate = evaluate(run.model.loss, weights=run.model.weights, sh=run.sh)
+        plain = dataclasses.replace(run.model, label_smoothing=0.0, z_loss=0.0)
+        self.evaluate = evaluate(plain.loss, weights=plain.weights, sh=run.sh)
         self.out = Path(config.out)
         self.saved: Path | None = None
         self.state: TrainState | None = None  # before the step under way
@@ -303,6 +331,8 @@ class Loop:
     def train(self, state: TrainState) -> TrainState:
         """Steps until the last, or until a signal asks for an end; a checkpoint is saved at the end of either."""
         config, first = self.config, state.step
+        if config.init_from is not None and first == 0:
+            self.evaluation(state)  # what the pretrained model can do
         stopping = self.stop.agreed()
         while state.step < config.steps and not stopping:
             self.state = state
@@ -313,8 +343,7 @@ class Loop:
             if last or stopping:
                 self.save(state)
             if _due(state.step, config.eval.every) and not last:
-                loss, _ = self.held_out(state, config.eval.batches)
-                self.report.evaluation(state.step, val_loss=loss)
+                self.evaluation(state)
             if _due(state.step, config.checkpoint.every) and not (last or stopping):
                 self.save(state)  # after the evaluation, which a kill in between would leave out for good
         return state
@@ -338,12 +367,20 @@ class Loop:
             "tokenizer": os.path.relpath(self.data.tokenizer_path, self.out),
             "tokenizer_fingerprint": fingerprint(self.tokenizer),
             "seq_len": self.config.batch.seq_len,
+            "optimizer": optimizer_form(self.config, self.run.setup.precision),
         }
         keep = self.config.checkpoint.keep or None
         self.saved = checkpoint.save(self.out, state, step=state.step, meta=meta, keep=keep)
 
-    def held_out(self, state: TrainState, limit: int | None, *, until_stopped: bool = False) -> tuple[float, int]:
-        """(mean loss of the held-out tokens, their number), of all of them with limit=None.
+    def evaluation(self, state: TrainState) -> None:
+        """The loss of some held-out batches, also that of the averaged weights where there are such."""
+        limit = self.config.eval.batches
+        loss, _ = self.held_out(state.params, limit)
+        average = {} if self.config.optim.ema is None else {"val_loss_ema": self.held_out(averaged(state), limit)[0]}
+        self.report.evaluation(state.step, val_loss=loss, **average)
+
+    def held_out(self, params: Any, limit: int | None, *, until_stopped: bool = False) -> tuple[float, int]:
+        """(mean cross-entropy of the held-out tokens, their number), of all of them with limit=None.
 
         Sums are added before they are divided. until_stopped: a signal ends it early, with (nan, 0).
         """
@@ -351,7 +388,7 @@ class Loop:
         for batch in self.batches.held_out(self.valid_data, limit):
             if until_stopped and self.stop.agreed():
                 return float("nan"), 0
-            found = self.evaluate(state.params, batch)["lm"]
+            found = self.evaluate(params, batch)["lm"]
             total, weight = total + float(found[0]), weight + float(found[1])
         return total / max(weight, 1.0), int(weight)
 
@@ -365,12 +402,16 @@ class Loop:
         epochs = config.steps * config.batch.size / len(self.train_data)
         read = f"{config.steps} steps read the training text {epochs:.2f} times"
         say(f"  vocabulary          {data.vocab_size:,} tokens; {read}")
-        say(f"model                 {config.model}, {count(self.run.spec):,} parameters")
+        say(f"model                 {model_name(config)}, {count(self.run.spec):,} parameters")
+        if problem := export_problem(self.run.model.config):
+            say(f"  no export           to Hugging Face: {problem}")
         held = [f"{local_bytes(part) / 2**20:.1f} MiB" for part in (state.params, state.opt)]
         say(f"  held by each rank   {held[0]} of parameters, {held[1]} of optimizer state")
         p = setup.precision
         where = f"{setup.device.type}, mesh {job.mesh_axes(config, world)}"
-        say(f"machine               {where}, parameters {dtype_name(p.params)}, products {dtype_name(p.compute_dtype)}")
+        scaled = "" if state.loss_scale is None else f", loss scale {state.loss_scale.scale:g}"
+        formats = f"parameters {dtype_name(p.params)}, products {dtype_name(p.compute_dtype)}{scaled}"
+        say(f"machine               {where}, {formats}")
         say(f"  matrix product      {peak / 1e9:,.0f} GFLOP/s measured on each rank: what MFU refers to")
         going_on = f", going on from {begun.path.name}" if begun else ", from the first step" if config.resume else ""
         say(f"out                   {config.out}{going_on}")
@@ -379,17 +420,22 @@ class Loop:
         """Evaluate on all held-out text, draw the curve, show a sample, and say what can be done next. False:
         stopped."""
         report, config, data = self.report, self.config, self.data
-        loss, tokens = self.held_out(state, None, until_stopped=True)
+        loss, tokens = self.held_out(state.params, None, until_stopped=True)
+        average = {}
+        if config.optim.ema is not None:
+            average = {"val_loss_ema": self.held_out(averaged(state), None, until_stopped=True)[0]}
         if self.stop.agreed():
             return False
         entropy = unigram_entropy(self.valid_data.tokens, self.run.model.config.vocab)
         per_byte = bits_per_byte(loss, tokens, data.valid.bytes) if data.valid.bytes else None
-        report.evaluation(state.step, val_loss=loss, bits_per_byte=per_byte)
-        curve = report.curve(title=f"{config.model}, {count(self.run.spec):,} parameters")
+        report.evaluation(state.step, val_loss=loss, bits_per_byte=per_byte, **average)
+        curve = report.curve(title=f"{model_name(config)}, {count(self.run.spec):,} parameters")
         better = 100 * (1 - loss / entropy) if entropy else 0.0
         compared = f"{abs(better):.1f} % {'below' if better >= 0 else 'above'} it"
         report.print("")
         report.print(f"validation loss       {loss:.4f} nats per token ({tokens:,} tokens, all held-out text)")
+        for value in average.values():
+            report.print(f"  of averaged weights {value:.4f}")
         report.print(f"unigram entropy       {entropy:.4f} nats per token: the loss is {compared}")
         if per_byte is not None:
             report.print(f"bits per byte         {per_byte:.3f} ({data.valid.bytes:,} bytes)")
@@ -400,7 +446,8 @@ class Loop:
         report.print(f"checkpoint            {self.saved}")
         report.print(f"to continue           fmegatron train --out {out} --resume --steps {2 * config.steps}")
         report.print(f"to generate           fmegatron generate --checkpoint {out} --prompt {prompt}")
-        report.print(f"to export             fmegatron export --checkpoint {out} --to hf --out {out}/hf")
+        if export_problem(self.run.model.config) is None:
+            report.print(f"to export             fmegatron export --checkpoint {out} --to hf --out {out}/hf")
         report.print(f"time                  {time.monotonic() - self.start:.1f} s")
         return True
 
@@ -435,8 +482,9 @@ class Loop:
         self.report.end_progress()
         found = checkpoint.latest(self.out)
         newest = f"the newest checkpoint is {found}" if found else "there is no checkpoint yet"
+        scale = "" if error.loss_scale is None else f", and the loss scale, {error.loss_scale:g}, cannot fall further"
         self.report.print(
-            f"stopped at step {error.step}: {error.leaf} is not finite. Nothing was changed by this step, and {newest}. "
+            f"stopped at step {error.step}: {error.leaf} is not finite{scale}. Nothing was changed by this step, and {newest}. "
             "Lower --optim.lr" + ("" if self.config.debug else ", or find where it arose with --debug")
         )
         if self.config.debug:
@@ -448,6 +496,11 @@ class Loop:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def averaged(state: TrainState) -> Any:
+    """The moving average of the weights, in the parameters' dtypes and placements."""
+    return ema_params(state.opt, like=state.params)
 
 
 def on_one_rank(params: Any) -> Any:

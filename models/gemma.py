@@ -107,9 +107,11 @@ USED = (
     "sliding_window",
     "layer_types",
     "final_logit_softcapping",
-    "attn_logit_softcapping",
 )
+USED_BY_2 = ("attn_logit_softcapping",)
 USED_BY_3 = ("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern")
+# transformers' Gemma 3 has the field, but its attention does not read it: models with a value differ by who runs them
+NEUTRAL_IN_3 = {"attn_logit_softcapping": (None,)}
 
 
 def hf_map(config: DecoderConfig, spec: Any) -> dict[str, HFTensor]:
@@ -120,7 +122,8 @@ def hf_map(config: DecoderConfig, spec: Any) -> dict[str, HFTensor]:
 def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> DecoderConfig:
     """The model in a config.json. Raises UserError, by name, for a field that would be ignored."""
     third = hf["model_type"] == "gemma3_text"
-    check_fields(hf, used=(*USED, *(USED_BY_3 if third else ())), ignore=ignore)
+    used, only = (USED_BY_3, NEUTRAL_IN_3) if third else (USED_BY_2, {})
+    check_fields(hf, used=(*USED, *used), only=only, ignore=ignore)
     every = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6 if third else 2
     default = [
         "full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(hf["num_hidden_layers"])
@@ -135,7 +138,7 @@ def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> De
         **windows_from_hf({"sliding_window": 4096, **hf}, default),
         embed_scale=math.sqrt(hf["hidden_size"]),
         attention_scale=hf.get("query_pre_attn_scalar", 256) ** -0.5,
-        attention_softcap=hf.get("attn_logit_softcapping", None if third else 50.0),
+        attention_softcap=None if third else hf.get("attn_logit_softcapping", 50.0),
         logit_softcap=hf.get("final_logit_softcapping", None if third else 30.0),
         qk_norm="head" if third else None,
         qkv_bias=biases,

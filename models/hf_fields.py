@@ -252,14 +252,13 @@ SIZES = (
 
 def sizes_from_hf(hf: Mapping[str, Any], *, eps: float = 1e-6, tied: bool = False) -> dict[str, Any]:
     """Our fields from those of `SIZES`, the rotary ones excepted. eps, tied: the family's defaults."""
-    heads = hf["num_attention_heads"]
     return {
         "family": hf["model_type"],
         "vocab": hf["vocab_size"],
         "embed": hf["hidden_size"],
         "layers": hf["num_hidden_layers"],
-        "heads": heads,
-        "kv_heads": hf.get("num_key_value_heads") or heads,
+        "heads": hf["num_attention_heads"],
+        "kv_heads": hf.get("num_key_value_heads") or hf["num_attention_heads"],
         "head": hf.get("head_dim"),
         "mlp": hf["intermediate_size"],
         "norm_eps": float(hf.get("rms_norm_eps", eps)),

@@ -29,7 +29,15 @@ torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
 
-def theirs(folder: Any, *, shard: str = "5GB", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+CLASSES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+}
+
+
+def theirs(
+    folder: Any, family: str = "llama", *, shard: str = "5GB", dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
     """A random model of transformers, saved: odd sizes, 3 kv heads, a head size that is not embed / heads."""
     fields = dict(
         vocab_size=101,
@@ -43,10 +51,23 @@ def theirs(folder: Any, *, shard: str = "5GB", dtype: torch.dtype = torch.float3
         tie_word_embeddings=False,
         rms_norm_eps=1e-5,
     )
+    if family == "phi3":
+        fields |= dict(pad_token_id=0, eos_token_id=1, original_max_position_embeddings=64)
+    config, model = CLASSES[family]
+    return saved(model(config(**{**fields, **changes})), folder, shard, dtype)
+
+
+def small_gpt2(folder: Any, **changes: Any) -> Any:
+    fields = dict(vocab_size=101, n_embd=24, n_layer=2, n_head=3, n_positions=32, n_inner=36)
+    return saved(transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**fields, **changes})), folder)
+
+
+def saved(model: Any, folder: Any, shard: str = "5GB", dtype: torch.dtype = torch.float32) -> Any:
+    """The model with parameters of which none is trivially right (norms of ones would hide a swap), saved."""
+    model = model.to(dtype).eval()
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**fields, **changes})).to(dtype).eval()
     with torch.no_grad():
-        for p in model.parameters():  # norms of ones would hide a swap
+        for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
     model.save_pretrained(folder, max_shard_size=shard)
     return model
@@ -168,20 +189,30 @@ class Counting:
         return Slice()
 
 
+LAYOUTS = [
+    ("dp=2,tp=3", {"store": ("dp",)}),
+    ("dp=4", {"store": ("dp",)}),
+    ("tp=2", {}),  # 3 kv heads on 2 ranks: queries are cut by group
+]
+
+
 @pytest.mark.parametrize(
-    ("mesh", "rules"),
+    ("family", "mesh", "rules"),
     [
-        ("dp=2,tp=3", {"store": ("dp",)}),
-        ("tp=2", {}),  # 3 kv heads on 2 ranks: queries are cut by group
-        ("dp=4", {"store": ("dp",)}),
+        *(("llama", *layout) for layout in LAYOUTS),
+        *(("phi3", *layout) for layout in LAYOUTS),  # fused matrices, as in GPT-2
+        *(("gpt2", *layout) for layout in LAYOUTS[:2]),
     ],
 )
-def test_each_rank_reads_its_own_bytes_only(tmp_path, monkeypatch, mesh, rules):
+def test_each_rank_reads_its_own_bytes_only(tmp_path, monkeypatch, family, mesh, rules):
     """Every rank of a layout in turn: it reads exactly the bytes of its shards, and they are the right ones."""
-    theirs(tmp_path, vocab_size=102, shard="6KB")
+    if family == "gpt2":
+        small_gpt2(tmp_path, vocab_size=102)
+    else:
+        theirs(tmp_path, family, vocab_size=102, shard="6KB")
     _, whole = load_hf(tmp_path)
     monkeypatch.setattr(safetensors_files.safetensors, "safe_open", Counting)
-    model = Decoder(hf.importlib.import_module("fmegatron.models.llama").config_from_hf(hf.read_config(tmp_path)))
+    model = hf.model_of(tmp_path)
     spec = params_of(model.spec())
     world = 1
     for part in mesh.split(","):
@@ -261,7 +292,18 @@ def test_what_is_no_parameter_is_ignored(tmp_path):
         (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "config.json has no field 'vocab_size'"),
         (lambda f: configure(f, model_type="gpt9"), "model_type 'gpt9' is not supported: only llama"),
         (lambda f: configure(f, quantization_config={"bits": 4}), "quantized weights are not supported"),
-        (lambda f: configure(f, attention_bias=True), "attention_bias=True is not supported"),
+        (lambda f: configure(f, attention_bias=True), "8 missing: model.layers.0.self_attn.k_proj.bias"),
+        (lambda f: configure(f, hidden_act="relu"), "hidden_act='relu' is not supported for llama: only silu"),
+        (lambda f: configure(f, pretraining_tp=2), "pretraining_tp=2 is not supported for llama: only 1 is"),
+        (lambda f: configure(f, rope_scaling={"rope_type": "spiral"}), "rope type 'spiral' is not supported for llama"),
+        (
+            lambda f: configure(f, rope_scaling={"rope_type": "linear", "factor": 2.0, "twist": 3}),
+            "'twist' is not known for llama's rope type 'linear'",
+        ),
+        (
+            lambda f: configure(f, residual_multiplier=0.5),
+            r"residual_multiplier=0.5 is not known for llama, .* ignore_fields=\('residual_multiplier',\)",
+        ),
         (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor"),
         (lambda f: os.rename(f / "model.safetensors", f / "pytorch_model.bin"), "pickled weights only"),
         (lambda f: os.truncate(f / "model.safetensors", 5000), "model.safetensors is damaged"),
@@ -375,3 +417,82 @@ def test_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot write .*out: No space left on device"):
         save_hf(tmp_path / "out", model, params)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+def test_a_field_may_be_ignored_by_name(folder):
+    configure(folder, residual_multiplier=0.5)
+    model, _ = load_hf(folder, ignore_fields=("residual_multiplier",))
+    assert model.config.embed == 24
+
+
+def test_gpt2_as_it_was_published(tmp_path):
+    """The original files are of the bare model, without "transformer.", and hold the causal mask."""
+    model = small_gpt2(tmp_path)
+    _, whole = load_hf(tmp_path)
+
+    def published(held: dict[str, torch.Tensor]) -> None:
+        for name in list(held):
+            held[name.removeprefix("transformer.")] = held.pop(name)
+        held["h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()
+        held["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+
+    edit(tmp_path, published)
+    ours, params = load_hf(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(params), tree.leaves(whole), strict=True))
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    assert (ours.logits(params, TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_more_rows_of_the_vocabulary(tmp_path, tied):
+    """Old rows stay; new ones are the mean of the old plus one percent of their spread, alike on every layout."""
+    theirs(tmp_path, tie_word_embeddings=tied)
+    _, before = load_hf(tmp_path)
+    model, params = load_hf(tmp_path, vocab=2000)
+    for name in ("embed",) if tied else ("embed", "head"):
+        old, new = before[name].double(), params[name].double()
+        assert new.shape == (2000, 24) and torch.equal(new[:101], old)
+        z = (new[101:] - old.mean(0)) / (0.01 * old.std(0, correction=0))
+        assert z.mean().abs() < 4 / z.numel() ** 0.5 and abs(z.std() - 1) < 4 / (2 * z.numel()) ** 0.5
+    if not tied:
+        assert not torch.equal(params["embed"][101:] - params["embed"][101], params["head"][101:] - params["head"][101])
+    assert model.config.vocab == 2000 and not torch.equal(
+        load_hf(tmp_path, vocab=2000, seed=1)[1]["embed"], params["embed"]
+    )
+    fewer, less = load_hf(tmp_path, vocab=60)
+    assert torch.equal(less["embed"], before["embed"][:60])
+    save_hf(tmp_path / "out", model, params)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == 2000
+
+
+def test_new_rows_are_the_same_on_every_layout(tmp_path, monkeypatch):
+    theirs(tmp_path)
+    _, whole = load_hf(tmp_path, vocab=120)
+    embed = hf.model_of(tmp_path, vocab=120).spec()["embed"]
+    with simulate(6):
+        made = make_mesh("dp=2,tp=3", device="cpu", kv_heads=3)
+        sh = Sharding(made, standard_rules(made, store=("dp",)))
+        index = [None if i is None else per_rank(i) for i in sh.stored_index(embed)]
+    for rank in range(6):
+        held = tuple(None if i is None else i[rank] for i in index)
+        assert any(i is not None for i in held)
+        for i in held:
+            assert i is None or len(i) < 120
+        monkeypatch.setattr(Sharding, "stored_index", lambda self, p, h=held: h if "vocab" in p.names else None)
+        _, params = load_hf(tmp_path, vocab=120)
+        for name in ("embed", "head"):
+            want = whole[name]
+            for d, i in enumerate(held):
+                want = want if i is None else want.index_select(d, i)
+            assert (params[name] - want).abs().max() < 1e-6, (name, rank)
+
+
+def test_a_form_that_the_family_lacks_is_refused_before_anything_is_written(tmp_path):
+    model = Decoder(DecoderConfig(vocab=60, embed=8, layers=1, heads=2, mlp=8, qk_norm="head"))
+    with pytest.raises(UserError, match="qk_norm='head' cannot be written: a config.json of llama means None"):
+        save_hf(tmp_path / "out", model, init(model.spec(), key(0)))
+    assert not (tmp_path / "out").exists()
+    other = Decoder(DecoderConfig(vocab=60, embed=8, layers=1, heads=2, mlp=8, family="mine"))
+    with pytest.raises(UserError, match="Decoder of family 'mine' has no Hugging Face layout: only llama"):
+        save_hf(tmp_path / "out", other, init(other.spec(), key(0)))

@@ -324,21 +324,21 @@ def test_scaling_changes_no_gradient(scale):
 
 
 def test_a_loss_in_fp16_meets_no_factor_that_fp16_cannot_hold():
-    """The scale and the weight are multiplied first: 65536 alone would be infinite in fp16."""
+    """Scale and weight are multiplied first: alone, 2**16 would be infinite in fp16, and 2**-26 zero."""
 
     def loss(params, batch, ctx):
         return Term(batch["x"].half() * params["w"].half(), "batch"), None
 
     def weights(batch):
-        return {"loss": Weight(1024.0)}
+        return {"loss": Weight(2.0**26)}
 
-    params, batch = {"w": torch.tensor(2.0)}, {"x": torch.full((4,), 2.0**-10)}
+    params, batch = {"w": torch.tensor(2.0)}, {"x": torch.ones(4)}
     (total, _), grads = accumulate(loss, weights=weights)(params, batch, loss_scale=65536.0)
-    assert grads["w"] == 4 * 2.0**-20 and grads["w"].dtype is torch.float32
+    assert grads["w"] == 4 * 2.0**-26 and grads["w"].dtype is torch.float32 and total.isfinite()
     half = {"w": params["w"].half()}
     narrow = Ctx(sh=Sharding(precision=Precision(params=torch.float16, reduce=torch.float16)))
     _, grads = accumulate(loss, 2, weights=weights)(half, batch, narrow, loss_scale=65536.0)
-    assert grads["w"] == 4 * 2.0**-20 and grads["w"].dtype is torch.float32  # 3.8e-6 needs no subnormal of fp16
+    assert grads["w"] == 4 * 2.0**-26 and grads["w"].dtype is torch.float32  # divided by the scale behind fp16
 
 
 def test_inside_torch_func_nothing_is_skipped():

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from fmegatron import random
 from fmegatron.errors import UserError
+from fmegatron.mesh import make_mesh
 from fmegatron.primitives import (
     Llama3Scaling,
     apply_rotary,
@@ -17,6 +18,9 @@ from fmegatron.primitives import (
     rotary_table,
     swiglu,
 )
+from fmegatron.rules import Rules
+from fmegatron.sharding import Sharding
+from fmegatron.simulation import per_rank, simulate
 
 DOUBLE = torch.float64
 
@@ -50,6 +54,15 @@ def saved_bytes(f):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = f()
     return sum(kept.values()), y
+
+
+def third_derivatives(f, args):
+    """Gradients of a function of gradients of a function of gradients."""
+    value = (f(*args) ** 4).sum()
+    for _ in range(3):
+        grads = torch.autograd.grad(value, args, create_graph=True)
+        value = sum((g**2).sum() for g in grads)
+    return grads
 
 
 # rms_norm
@@ -184,6 +197,22 @@ def test_embedding_equals_torch():
     assert torch.equal(ours, theirs)
     assert torch.equal(gradients(ours, table, g)[0], gradients(theirs, table, g)[0])
     assert differentiable_twice(lambda t: embedding(t, tokens) ** 3, table)
+
+
+def test_embedding_takes_its_part_of_the_stream():
+    """Where no axis holds the vocabulary too."""
+    table, tokens = torch.randn(11, 5, dtype=DOUBLE), torch.randint(11, (2, 8))
+    exact = table.clone().requires_grad_()
+    (want,) = gradients(functional.embedding(tokens, exact) ** 3, exact)
+    with simulate(2):
+        rules = Rules({"batch": None, "seq": None, "seq*": "tp", "vocab": None, "embed": None})
+        sh = Sharding(make_mesh("tp=2", device="cpu"), rules)
+        held = table.clone().requires_grad_()
+        y = embedding(held, tokens, sh=sh)
+        assert y.shape == (2, 4, 5)
+        (got,) = gradients(sh.sum(y**3, "batch seq* embed ->"), held)
+        for part in per_rank(got):
+            torch.testing.assert_close(part, want, rtol=1e-14, atol=1e-14)
 
 
 def test_embedding_sums_a_bf16_gradient_in_fp32():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn import functional
 
 from fmegatron.checking import check
 from fmegatron.errors import UserError
@@ -10,7 +9,7 @@ from fmegatron.initializers import Normal
 from fmegatron.primitives import geglu, gelu, quick_gelu, relu2, swiglu
 from fmegatron.rules import Rules
 from fmegatron.spec import Param
-from tests.test_primitives import differentiable_twice, gradients, saved_bytes
+from tests.test_primitives import differentiable_twice, gradients, saved_bytes, third_derivatives
 from tests.test_primitives_transforms import transforms
 
 DOUBLE, HALF = torch.float64, torch.bfloat16
@@ -49,7 +48,11 @@ def case(name, *shape):
     ours, act = ACTIVATIONS[name]
     theirs = transformers_activation(act)
     arguments = 2 if "glu" in name else 1
-    return ours, gated(theirs) if arguments == 2 else theirs, [torch.randn(shape, dtype=DOUBLE) for _ in range(arguments)]
+    return (
+        ours,
+        gated(theirs) if arguments == 2 else theirs,
+        [torch.randn(shape, dtype=DOUBLE) for _ in range(arguments)],
+    )
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float16, torch.float32, DOUBLE])
@@ -76,14 +79,7 @@ def test_derivatives_and_saved_bytes(name):
     assert differentiable_twice(ours, *args)
     assert saved_bytes(lambda: ours(*args))[0] == len(args) * 3 * 5 * 8
 
-    def third(f):
-        value = (f(*args) ** 4).sum()
-        for _ in range(3):
-            grads = torch.autograd.grad(value, args, create_graph=True)
-            value = sum((g**2).sum() for g in grads)
-        return grads
-
-    for a, b in zip(third(ours), third(theirs), strict=True):
+    for a, b in zip(third_derivatives(ours, args), third_derivatives(theirs, args), strict=True):
         assert (a - b).norm() < 1e-11 * b.norm()
 
 
@@ -107,6 +103,17 @@ def test_torch_func(name):
     got, want = transforms(ours, args, others), transforms(theirs, args, others)
     for what in want:
         torch.testing.assert_close(got[what], want[what], rtol=1e-11, atol=1e-11, msg=what)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_half_precision_under_torch_func(name):
+    ours, theirs, args = case(name, 50, 7)
+    args = [(2 * a).to(HALF) for a in args]
+    g = torch.randn(50, 7).to(HALF)
+    got = torch.func.vjp(ours, *args)[1](g)
+    exact = torch.func.vjp(theirs, *(a.double() for a in args))[1](g.double())
+    for a, b in zip(got, exact, strict=True):
+        assert a.dtype == HALF and (a.double() - b).norm() < 2**-7 * b.norm()
 
 
 @pytest.mark.parametrize(

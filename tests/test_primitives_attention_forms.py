@@ -174,7 +174,7 @@ def test_zero_sinks_are_the_off_by_one_softmax():
 
 def test_extreme_sinks():
     """Logits far above and below the scores: all of the weight, or none of it."""
-    q, k, v = inputs(queries=4)
+    q, k, v = inputs(queries=5, keys=4)  # the first query sees no key
     for value, weight in ((1e4, 0.0), (-1e4, 1.0), (-math.inf, 1.0)):
         sinks = q.new_full((2, 3), value).requires_grad_()
         o = attention(q, k, v, sinks=sinks)

@@ -17,7 +17,7 @@ from fmegatron.rules import Rules
 from fmegatron.sharding import Sharding
 from fmegatron.simulation import per_rank, simulate
 from fmegatron.spec import Param, init
-from tests.test_primitives import gradients, saved_bytes
+from tests.test_primitives import gradients, saved_bytes, third_derivatives
 from tests.test_primitives_transforms import transforms
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
@@ -203,14 +203,7 @@ def test_third_derivatives(name):
     ours, plain, shapes = NORMS[name]
     args = [torch.randn(s, dtype=DOUBLE, requires_grad=True) for s in shapes]
 
-    def third(f):
-        value = (f(*args) ** 4).sum()
-        for _ in range(3):
-            grads = torch.autograd.grad(value, args, create_graph=True)
-            value = sum((g**2).sum() for g in grads)
-        return grads
-
-    for a, b in zip(third(ours), third(plain), strict=True):
+    for a, b in zip(third_derivatives(ours, args), third_derivatives(plain, args), strict=True):
         assert (a - b).norm() < 1e-10 * b.norm()
 
 
@@ -242,6 +235,17 @@ def test_compiled_in_half_precision(backend):
     got, want = (torch.autograd.grad(f(*args), args) for f in (torch.compile(loss, backend=backend), loss))
     for a, b in zip(got, want, strict=True):
         assert a.dtype == HALF and (a - b).float().norm() < 0.02 * b.float().norm()
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_half_precision_under_torch_func(name):
+    ours, plain, shapes = NORMS[name]
+    args = [torch.randn(s).to(HALF) for s in shapes]
+    y, back = torch.func.vjp(ours, *args)
+    exact, exactly = torch.func.vjp(plain, *(a.double() for a in args))
+    g = torch.randn_like(y)
+    for a, b in zip((y, *back(g)), (exact, *exactly(g.double())), strict=True):
+        assert a.dtype == HALF and (a.double() - b).norm() < 2**-7 * b.norm()
 
 
 # over sharded heads: OLMo 2's norms of queries and keys
@@ -399,7 +403,5 @@ def test_layer_norm_of_mixed_precision_on_gpu():
     args, exact = [t.detach().requires_grad_() for t in (x, w, b)], in_double(x, w, b)
     got, want = layer_norm(*args), plain_layer(*exact)
     g = torch.randn_like(got)
-    for a, c in zip(
-        [got, *gradients(got, args, g)], [want, *gradients(want, exact, g.double())], strict=True
-    ):
+    for a, c in zip([got, *gradients(got, args, g)], [want, *gradients(want, exact, g.double())], strict=True):
         assert (a.double() - c).norm() < 2**-8 * c.norm()

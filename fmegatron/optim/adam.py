@@ -83,7 +83,7 @@ def _adam(
     ) -> Any:
         step, rate = state["count"] + 1, rate_at(lr, state["count"])
         trees = {"params": params, "grads": grads, "m": state["m"], "v": state["v"]}
-        constants = {"beta1": betas[0], "beta2": betas[1], "eps": eps}
+        constants: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": eps}
 
         def plain(own: Setting, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
             lr = rate * own.scale

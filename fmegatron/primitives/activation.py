@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function
-from fmegatron.primitives._function import graph_wanted, may_overwrite
+from fmegatron.primitives._function import graph_wanted, may_overwrite, wide
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -41,17 +41,17 @@ def gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
     Raises UserError for an unknown `approximate`.
     """
     _check_approximate("gelu", approximate)
-    return functional.gelu(x, approximate=approximate)
+    return apply_function(_Activation, x, "gelu" if approximate == "none" else "gelu_tanh")
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(1.702 x), the cheaper approximation of gelu (CLIP). Backward keeps x."""
-    return apply_function(_QuickGELU, x)
+    return apply_function(_Activation, x, "quick_gelu")
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """relu(x)² (So et al. 2021, Primer). Backward keeps x."""
-    return apply_function(_ReLU2, x)
+    return apply_function(_Activation, x, "relu2")
 
 
 def _check_shapes(what: str, gate: torch.Tensor, up: torch.Tensor) -> None:
@@ -64,6 +64,29 @@ def _check_shapes(what: str, gate: torch.Tensor, up: torch.Tensor) -> None:
 def _check_approximate(what: str, approximate: str) -> None:
     if approximate not in ("none", "tanh"):
         raise UserError(f'{what}(approximate={approximate!r}): give "none" (exact) or "tanh"')
+
+
+class _Activation(Function):
+    """(x, kind) -> activation(x).
+
+    (torch's own gelu keeps x alone too, but the third derivative of its tanh form is NaN from |x| = 40 on.)
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, kind: str) -> torch.Tensor:
+        return _activation(x, kind)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.kind = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return _pulled_back(g, x, ctx.kind), None
 
 
 class _Gated(Function):
@@ -94,61 +117,38 @@ class _Gated(Function):
 def _activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "silu":
         return functional.silu(x)
+    if kind == "quick_gelu":
+        return _times((1.702 * x).sigmoid(), x)
+    if kind == "relu2":
+        y = x.relu()
+        return _times(y, y)
     return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 def _pulled_back(g: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     """g times the derivative of the activation at x: torch's kernel, or formulas that are differentiable again."""
-    if not graph_wanted():
-        if kind == "silu":
-            return torch.ops.aten.silu_backward(g, x)
-        return torch.ops.aten.gelu_backward(g, x, approximate="tanh" if kind == "gelu_tanh" else "none")
+    if kind == "quick_gelu":  # silu(1.702 x) / 1.702
+        return _pulled_back(g, 1.702 * x, "silu")
+    if kind == "relu2":
+        return 2 * g * x.relu()
+    if graph_wanted():
+        return (g * _slope(x.to(wide(x.dtype)), kind)).to(x.dtype)
+    if kind == "silu":
+        return torch.ops.aten.silu_backward(g, x)
+    return torch.ops.aten.gelu_backward(g, x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def _slope(x: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "silu":
         s = x.sigmoid()
-        return g * (s * (1 + x * (1 - s)))
+        return s * (1 + x * (1 - s))
     if kind == "gelu":
         below = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
         density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-        return g * (below + x * density)
-    k = math.sqrt(2 / math.pi)
-    t = torch.tanh(k * (x + 0.044715 * x**3))
-    return g * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * k * (1 + 3 * 0.044715 * x * x))
-
-
-class _QuickGELU(Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return _times((1.702 * x).sigmoid(), x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        z = 1.702 * x
-        return _pulled_back(g, z, "silu")  # x sigmoid(1.702 x) = silu(1.702 x) / 1.702
-
-
-class _ReLU2(Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = x.relu()
-        return _times(y, y)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return 2 * g * x.relu()
+        return below + x * density
+    k, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(k * (x + cubic * x**3))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * k * (1 + 3 * cubic * x * x)
 
 
 def _times(new: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -29,12 +29,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: 
         if columns.start == columns.stop:
             o[:, rows], lse[:, rows] = 0, -torch.inf
             continue
-        s, _ = _scores(
-            q[:, rows].to(kw.dtype), kw[:, columns], scale, softcap, mask.seen(rows, columns, q.device), reuse=True
-        )
-        part = s.logsumexp(-1)
-        p = s.sub_(finite(part)[..., None]).exp_()
-        lse[:, rows] = part.movedim(-1, 1)
+        s = _raw(q[:, rows].to(kw.dtype), kw[:, columns], scale, softcap)
+        if softcap is not None:
+            s.mul_(softcap)
+        _hide(s, mask.seen(rows, columns, q.device))
+        top = finite(s.amax(-1, keepdim=True))
+        p = s.sub_(top).exp_()
+        total = p.sum(-1, keepdim=True)
+        lse[:, rows] = (total.log() + top).squeeze(-1).movedim(-1, 1)
+        p.div_(total.clamp_(min=1))  # it is at least 1, or 0 for a query that sees no key
         o[:, rows] = torch.einsum("bngqk,bknh->bqngh", p, vw[:, columns]).to(o.dtype)
     return o, lse
 
@@ -60,13 +63,16 @@ def backward(
         if columns.start == columns.stop:
             continue
         qw, gow = q[:, rows].to(dtype), go[:, rows].to(dtype)
-        s, t = _scores(qw, kw[:, columns], scale, softcap, mask.seen(rows, columns, q.device))
+        s = t = _raw(qw, kw[:, columns], scale, softcap)
+        if softcap is not None:
+            s = t * softcap
+        _hide(s, mask.seen(rows, columns, q.device))
         p = s.sub_(finite(lse[:, rows]).movedim(1, -1)[..., None]).exp_()
         gv[:, columns] += torch.einsum("bngqk,bqngh->bknh", p, gow)
         gs = torch.einsum("bqngh,bknh->bngqk", gow, vw[:, columns])
         gs.sub_(shift(o[:, rows], gow, None if glse is None else glse[:, rows]).movedim(1, -1)[..., None]).mul_(p)
         gz = gs.mul_(scale)
-        if t is not None:
+        if softcap is not None:
             gz.mul_(t.square_().neg_().add_(1))
         gq[:, rows] = torch.einsum("bngqk,bknh->bqngh", gz, kw[:, columns]).to(q.dtype)
         gk[:, columns] += torch.einsum("bngqk,bqngh->bknh", gz, qw)
@@ -102,20 +108,25 @@ def second_order(
     for rows, columns in _blocks(q, mask):
         qr, orow, gor, aqr = (t[:, rows].to(dtype) for t in (q, o, go, aq))
         kc, vc, akc, avc = (t[:, columns].to(dtype) for t in given)
-        s, t = _scores(qr, kc, scale, softcap, mask.seen(rows, columns, q.device))
+        s = z = scale * _to_scores(qr, kc)
+        if softcap is not None:
+            t = (z / softcap).tanh()
+            s = t * softcap
+        seen = mask.seen(rows, columns, q.device)
+        s = s if seen is None else s.masked_fill(~seen[:, None, None], -torch.inf)
         p = (s - finite(lse[:, rows]).movedim(1, -1)[..., None]).exp()
         inner = (
             _to_scores(gor, vc) - shift(orow, gor, None if glse is None else glse[:, rows]).movedim(1, -1)[..., None]
         )
         gz = gs = p * inner
         g_gz = g_gs = scale * (_to_scores(aqr, kc) + _to_scores(qr, akc))
-        if t is not None:
+        if softcap is not None:
             d = 1 - t * t
             gz, g_gs = gs * d, g_gz * d
         g_inner = g_gs * p
         g_shift = -g_inner.sum(-1).movedim(-1, 1)
         g_s = g_z = (g_gs * inner + _to_scores(gor, avc)) * p
-        if t is not None and softcap is not None:
+        if softcap is not None:
             g_z = g_s * d - g_gz * gz * t * (2 / softcap)
         by_rows.append(
             [
@@ -154,15 +165,17 @@ def _blocks(q: Tensor, mask: Mask) -> Iterator[tuple[slice, slice]]:
     return mask.blocks(size, elements)
 
 
-def _scores(
-    q: Tensor, k: Tensor, scale: float, softcap: float | None, seen: Tensor | None, *, reuse: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """(scores [batch kv group q k], tanh(z / softcap) if there is a softcap; with `reuse` it is overwritten)."""
-    s, t = torch.einsum("bqngh,bknh->bngqk", q, k) * scale, None
-    if softcap is not None:
-        t = (s / softcap).tanh()
-        s = t.mul_(softcap) if reuse else t * softcap
-    return s if seen is None else s.masked_fill(~seen[:, None, None], -torch.inf), t
+def _raw(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """z, or with a soft cap tanh(z / softcap): [batch kv group q k]."""
+    if softcap is None:
+        return _to_scores(q * scale, k)
+    return _to_scores(q * (scale / softcap), k).tanh_()
+
+
+def _hide(s: Tensor, seen: Tensor | None) -> None:
+    """-inf, in place, where a key is not seen."""
+    if seen is not None:
+        s.masked_fill_(~seen[:, None, None], -torch.inf)
 
 
 def _to_scores(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,252 @@
+"""Which model the settings of a run mean: a preset with overrides, a Hugging Face folder, or that of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from fmegatron.config import ModelOverrides, TrainConfig, nearest_name
+from fmegatron.errors import UserError
+from fmegatron.models import PRESETS, Decoder, DecoderConfig
+from fmegatron.models.decoder import GATED
+from fmegatron.models.hf import FAMILIES, fields_of, model_of
+from fmegatron.remat import names, nothing
+from fmegatron.spec import params_of
+from fmegatron.split import everything
+
+DEFAULT = "tiny"
+VOCAB_MULTIPLE = 64  # a tiny preset's vocabulary is the tokenizer's rounded up, so that it divides over ranks
+
+
+def model_name(config: TrainConfig) -> str:
+    """What the model is called in a run's words: the preset, or the folder that it comes from."""
+    return config.init_from or config.model or DEFAULT
+
+
+def model_config(config: TrainConfig, tokenizer_vocab: int | None) -> DecoderConfig:
+    """The model of a new run. The tiny presets take the tokenizer's vocabulary.
+
+    tokenizer_vocab: None where it is not known yet.
+    Raises UserError for an unknown preset, a Hugging Face folder that is not supported, overrides that do not fit it
+    or each other, sequences longer than learned positions, and a vocabulary smaller than the tokenizer's.
+    """
+    sizes = _preset(config, tokenizer_vocab) if config.init_from is None else _pretrained(config)
+    sizes = _long_enough(config, sizes)
+    if tokenizer_vocab is not None and sizes.vocab < tokenizer_vocab:
+        raise UserError(_too_small(config, sizes.vocab, tokenizer_vocab))
+    return sizes
+
+
+def resumed_model(config: TrainConfig, saved: DecoderConfig, where: str) -> DecoderConfig:
+    """The model of a run that goes on from a checkpoint of `saved`; a Hugging Face folder is not read again.
+
+    where: the checkpoint's path, for messages. Raises UserError when the settings ask for another model.
+    """
+    if config.init_from is None:
+        wanted = dataclasses.replace(model_config(config, saved.vocab), init_std=saved.init_std)
+        if saved.positions != "learned":
+            wanted = dataclasses.replace(wanted, max_seq=max(saved.max_seq, config.batch.seq_len))
+    else:
+        vocab = config.resize_vocab or saved.vocab
+        wanted = _replaced(config, saved, {"vocab": vocab, **_changes(config, saved)})
+        wanted = _long_enough(config, wanted)
+    free = ("dropout", "init_std", *(() if saved.positions == "learned" else ("max_seq",)))
+    fields = [f.name for f in dataclasses.fields(saved) if f.name not in free]
+    differ = [
+        f"{n} {getattr(saved, n)} (now {getattr(wanted, n)})" for n in fields if getattr(saved, n) != getattr(wanted, n)
+    ]
+    if differ:
+        raise UserError(
+            f"--resume: {where} is of another model, with {', '.join(differ)}: leave --model and --model-overrides out, "
+            "or name another --out"
+        )
+    return wanted
+
+
+def hf_changes(config: TrainConfig, base: DecoderConfig, sizes: DecoderConfig) -> dict[str, Any]:
+    """The fields in which a run's model differs from that of its Hugging Face folder, for `load_hf`."""
+    fields = [f.name for f in dataclasses.fields(base) if f.name not in ("vocab", "family")]
+    return {n: getattr(sizes, n) for n in fields if getattr(sizes, n) != getattr(base, n)}
+
+
+def pretrained_config(config: TrainConfig) -> DecoderConfig:
+    """The model of --init-from with its vocabulary as asked, before any override."""
+    assert config.init_from is not None
+    try:
+        return model_of(config.init_from, vocab=config.resize_vocab, ignore_fields=ignored_fields(config)).config
+    except UserError as error:
+        raise UserError(f"--init-from {config.init_from}: {_by_flag(str(error))}") from None
+
+
+def ignored_fields(config: TrainConfig) -> tuple[str, ...]:
+    """The names of --ignore-fields, which may be separated by commas or be several arguments."""
+    return tuple(name for item in config.ignore_fields for name in item.replace(",", " ").split())
+
+
+def computations(sizes: DecoderConfig) -> tuple[str, ...]:
+    """The names of a layer's computations, by which --remat tells what is kept."""
+    gate = ("gate",) if sizes.activation in GATED else ()
+    return ("q", "k", "v", "attention", "o", *gate, "up", "down")
+
+
+def remat_policy(config: TrainConfig, sizes: DecoderConfig) -> Callable[[str], bool]:
+    """What a layer keeps for its backward. Raises UserError for a name that the model's layers do not have."""
+    if config.remat in ("everything", "nothing"):
+        return {"everything": everything, "nothing": nothing}[config.remat]
+    known, wanted = computations(sizes), [name.strip() for name in config.remat.split(",")]
+    for name in wanted:
+        if name not in known:
+            raise UserError(
+                f"--remat {config.remat}: {name!r} is no computation of this model's layers: use everything, nothing, "
+                f"or some of {','.join(known)}"
+            )
+    return names(*wanted)
+
+
+def export_problem(sizes: DecoderConfig) -> str | None:
+    """Why a model cannot be written for Hugging Face transformers, in words; None where it can."""
+    try:
+        fields_of(Decoder(sizes))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+def _preset(config: TrainConfig, tokenizer_vocab: int | None) -> DecoderConfig:
+    name = config.model or DEFAULT
+    if name not in PRESETS:
+        near = nearest_name(name, list(PRESETS))
+        raise UserError(f"--model {name} is no preset; did you mean {near}? Presets: {', '.join(PRESETS)}")
+    preset = PRESETS[name]
+    given = _changes(config, preset)
+    if {"embed", "heads"} & given.keys():
+        given.setdefault("head", None)
+    if "heads" in given:
+        given.setdefault("kv_heads", math.gcd(given["heads"], preset.kv_heads or 1))
+    if name.endswith("tiny") and tokenizer_vocab is not None and "vocab" not in given:
+        given["vocab"] = -(-tokenizer_vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    sizes = _replaced(config, preset, given)
+    return _replaced(config, sizes, _following(preset, sizes))
+
+
+def _following(preset: DecoderConfig, sizes: DecoderConfig) -> dict[str, Any]:
+    """The constants of a preset that follow from its sizes, for other sizes."""
+    found: dict[str, Any] = {}
+    if preset.embed_scale is not None and math.isclose(preset.embed_scale, math.sqrt(preset.embed)):
+        found["embed_scale"] = math.sqrt(sizes.embed)
+    if preset.attention_scale is not None and math.isclose(preset.attention_scale, preset.head**-0.5):
+        found["attention_scale"] = sizes.head**-0.5
+    if preset.rope_dim is not None:
+        found["rope_dim"] = max(2, sizes.head * preset.rope_dim // preset.head // 2 * 2)
+    return found
+
+
+def _pretrained(config: TrainConfig) -> DecoderConfig:
+    base = pretrained_config(config)
+    given = _changes(config, base)
+    for name, value in given.items():
+        flag = f"--model-overrides.{_flag(name)}"
+        if name == "vocab":
+            raise UserError(f"{flag}: with --init-from the vocabulary is changed by --resize-vocab {value}")
+        if name == "family" or not _same_shapes(base, name, value):
+            raise UserError(
+                f"{flag} would change the parameters of --init-from {config.init_from}: leave it out "
+                "(settings that keep every parameter's shape may be overridden)"
+            )
+    return _replaced(config, base, given)
+
+
+def _same_shapes(base: DecoderConfig, name: str, value: Any) -> bool:
+    def shapes(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
+        return {path: p.shape for path, p in params_of(Decoder(c).spec()).items()}
+
+    try:
+        return shapes(dataclasses.replace(base, **{name: value})) == shapes(base)
+    except UserError as error:
+        # a window's pattern and its size are only together a model
+        return name == "pattern" and "window" in str(error)
+
+
+def _changes(config: TrainConfig, base: DecoderConfig) -> dict[str, Any]:
+    """The overrides as fields of a DecoderConfig. Raises UserError for those that have no meaning for `base`."""
+    o = config.model_overrides
+    given = {f.name: getattr(o, f.name) for f in dataclasses.fields(ModelOverrides)}
+    given = {n: v for n, v in given.items() if v is not None}
+    if "rope_theta" in given:
+        if base.positions != "rotary":
+            raise UserError(
+                f"--model-overrides.rope-theta {o.rope_theta}: {model_name(config)} has {base.positions} positions, not "
+                "rotary ones: leave it out"
+            )
+        given["rope_base"] = given.pop("rope_theta")
+    if "family" in given and given["family"] not in FAMILIES:
+        near = nearest_name(given["family"], list(FAMILIES))
+        raise UserError(
+            f"--model-overrides.family {o.family} is not known; did you mean {near}? Families: {', '.join(FAMILIES)}"
+        )
+    if o.window == 0:
+        if "window" in (o.pattern or ()):
+            raise UserError("--model-overrides.window 0 takes all windows away: leave --model-overrides.pattern out")
+        given |= {"window": None, "pattern": ()}
+    if o.qk_norm == "none":
+        given["qk_norm"] = None
+    for name in ("attention_softcap", "logit_softcap"):
+        if given.get(name) == 0:
+            given[name] = None
+    return given
+
+
+def _replaced(config: TrainConfig, base: DecoderConfig, given: dict[str, Any]) -> DecoderConfig:
+    try:
+        return dataclasses.replace(base, **{**given, "dropout": config.dropout})
+    except UserError as error:
+        source = f"--init-from {config.init_from}" if config.init_from else f"--model {model_name(config)}"
+        raise UserError(f"{source} with --model-overrides: {error}") from None
+
+
+def _long_enough(config: TrainConfig, sizes: DecoderConfig) -> DecoderConfig:
+    """The model for the sequences of the run. Learned positions are parameters: they never grow by themselves."""
+    length = config.batch.seq_len
+    if length <= sizes.max_seq:
+        return sizes
+    if sizes.positions == "learned":
+        more = "" if config.init_from else f", or more positions, --model-overrides.max-seq {length}"
+        raise UserError(
+            f"--batch.seq-len {length} is longer than the {sizes.max_seq} learned positions of {model_name(config)}: "
+            f"use at most {sizes.max_seq}{more}"
+        )
+    if sizes.rope_scaling is not None:  # whose form may depend on it
+        return sizes
+    return dataclasses.replace(sizes, max_seq=length)
+
+
+def _too_small(config: TrainConfig, vocab: int, needed: int) -> str:
+    smaller = f"{vocab} is smaller than the tokenizer's {needed} tokens"
+    if config.resize_vocab is not None:
+        return f"--resize-vocab {smaller}: use {needed} or more"
+    if config.init_from is not None:
+        return (
+            f"--init-from {config.init_from}: its vocabulary of {smaller}: add --resize-vocab {needed} (or more), or use "
+            "the tokenizer that belongs to the model"
+        )
+    given = config.model_overrides.vocab is not None
+    source = "--model-overrides.vocab" if given else f"--model {model_name(config)}: its vocabulary of"
+    return (
+        f"{source} {smaller}: "
+        f"set --model-overrides.vocab to {needed} or more, or use the tokenizer that belongs to the model"
+    )
+
+
+def _flag(name: str) -> str:
+    return {"rope_base": "rope-theta"}.get(name, name.replace("_", "-"))
+
+
+def _by_flag(message: str) -> str:
+    """A message of `load_hf` in the words of the command line."""
+    before, found, after = message.partition("load with ignore_fields=('")
+    return f"{before}add --ignore-fields {after.removesuffix(chr(39) + ',)')}" if found else message
