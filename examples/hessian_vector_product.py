@@ -18,7 +18,7 @@ import fmegatron as fm
 from fmegatron.primitives import embedding, linear_cross_entropy, rms_norm, swiglu
 
 VOCAB, EMBED, MLP, ROWS, SEQ = 8, 4, 8, 4, 8
-FEW, MANY = 5, 30  # iterations: to compare layouts (a simulated one takes a second each), and to converge
+FEW, MANY = 4, 30  # iterations: to compare layouts (a simulated one takes a second each), and to converge
 RULES = fm.Rules({"batch": "dp", "seq": None, "seq*": "tp", "embed": None, "mlp": "tp", "vocab": "tp"}, store="dp")
 DOUBLE = fm.Precision(params=torch.float64)
 WEIGHT = {"init": fm.normal(0.5), "over": "batch seq"}

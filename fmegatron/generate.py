@@ -53,6 +53,13 @@ def generate_tokens(
     sh = sh or Sharding()
     device = next(t.device for t in _tensors(params))
     longest = max(map(len, prompts))
+    if (room := most_tokens(model, longest)) < tokens:
+        if not room:
+            raise UserError(f"a prompt of {longest} tokens is longer than the model's learned positions: shorten it")
+        raise UserError(
+            f"--tokens {tokens} behind a prompt of {longest} tokens are more than the model's learned positions have room "
+            f"for: use at most {room}"
+        )
     padding = torch.tensor([longest - len(p) for p in prompts], device=device)
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], dtype=torch.int64, device=device)
     slots = longest + tokens
@@ -82,6 +89,15 @@ def generate_tokens(
             break
         ids, start = new[:, None], end
     return out
+
+
+def most_tokens(model: Any, prompt: int) -> int:
+    """How many tokens a model can write behind a prompt of so many: with learned positions as many as it has left, and
+    one that is not read itself."""
+    config = getattr(model, "config", None)
+    if getattr(config, "positions", None) != "learned":
+        return 1 << 62
+    return max(0, config.max_seq - prompt + 1)  # type: ignore[union-attr]
 
 
 def draw(

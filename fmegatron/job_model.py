@@ -12,6 +12,7 @@ from fmegatron.errors import UserError
 from fmegatron.models import PRESETS, Decoder, DecoderConfig
 from fmegatron.models.decoder import GATED
 from fmegatron.models.hf import FAMILIES, fields_of, model_of
+from fmegatron.models.hf_fields import shortest
 from fmegatron.remat import names, nothing
 from fmegatron.spec import params_of
 from fmegatron.split import everything
@@ -135,12 +136,16 @@ def _preset(config: TrainConfig, tokenizer_vocab: int | None) -> DecoderConfig:
 
 
 def _following(preset: DecoderConfig, sizes: DecoderConfig) -> dict[str, Any]:
-    """The constants of a preset that follow from its sizes, for other sizes."""
+    """What follows from a preset's sizes, for other sizes."""
     found: dict[str, Any] = {}
     if preset.embed_scale is not None and math.isclose(preset.embed_scale, math.sqrt(preset.embed)):
         found["embed_scale"] = math.sqrt(sizes.embed)
     if preset.attention_scale is not None and math.isclose(preset.attention_scale, preset.head**-0.5):
         found["attention_scale"] = sizes.head**-0.5
+    if sizes.window is not None and "window" not in sizes.kinds:
+        found |= {"window": None, "pattern": ()}
+    elif sizes.window is not None:
+        found["pattern"] = shortest(list(sizes.kinds))  # of fewer layers than the preset's pattern has
     if preset.rope_dim is not None:
         found["rope_dim"] = max(2, sizes.head * preset.rope_dim // preset.head // 2 * 2)
     return found

@@ -37,7 +37,7 @@ from fmegatron.data import (
 from fmegatron.data.prepare import Prepared
 from fmegatron.debug import explain_step
 from fmegatron.errors import UserError
-from fmegatron.generate import generate_tokens, prompt_ids
+from fmegatron.generate import generate_tokens, most_tokens, prompt_ids
 from fmegatron.job_model import export_problem, model_name, resumed_model
 from fmegatron.job_optim import optimizer_form
 from fmegatron.launch import close_distributed, init_distributed
@@ -472,7 +472,10 @@ class Loop:
         model = dataclasses.replace(self.run.model, compile=False)
         sh = Sharding(precision=setup.precision)
         ids = prompt_ids(self.tokenizer, self.prompt())
-        options = {"tokens": SAMPLE_TOKENS, "temperature": 0.8, "eod": self.tokenizer.eod, "sh": sh}
+        tokens = min(SAMPLE_TOKENS, most_tokens(model, len(ids)))
+        if tokens < 1:
+            return
+        options = {"tokens": tokens, "temperature": 0.8, "eod": self.tokenizer.eod, "sh": sh}
         new = generate_tokens(model, params, [ids], **options)[0]  # type: ignore[arg-type]
         text = self.tokenizer.decode(ids + new)
         report.print("\nsample\n" + "\n".join("    " + line for line in text.splitlines()))

@@ -70,7 +70,7 @@ def test_saved_settings_load_back_equal(tmp_path_factory: pytest.TempPathFactory
         ("[optim]\nlr = 'big'", "key 'optim.lr' is 'big', but must be a number"),
         (
             "[optim]\nschedule = 'cos'",
-            "key 'optim.schedule' is 'cos', but must be one of 'constant', 'linear', 'cosine', 'wsd'",
+            "key 'optim.schedule' is 'cos', but must be one of 'constant', 'linear', 'cosine', 'wsd', 'inverse_sqrt'",
         ),
         ("steps 3", "not valid TOML"),
     ],

@@ -541,7 +541,7 @@ def test_training_in_fp16_on_a_gpu_follows_fp32():
     def place(state):
         return tree.tree_map(lambda t: t.cuda() if tree.is_tensor(t) else t, state)
 
-    policy = dynamic_loss_scale(2.0**16)
+    policy = dynamic_loss_scale(2.0**12)
     half, a = training(HALF, policy)
     full, b = training(Precision())
     a, b = place(a), place(b)

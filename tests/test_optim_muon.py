@@ -22,8 +22,9 @@ from fmegatron.optim import (
     newton_schulz,
     partition,
 )
+from fmegatron.optim.exchange import exchange_of
 from fmegatron.optim.matrices import matrix_of
-from fmegatron.simulation import simulate
+from fmegatron.simulation import lift, per_rank, simulate
 from fmegatron.spec import Param
 from tests.optim_trees import Count, cloned, close, made, ours, placed, same, same_on_ranks, simulated_mesh
 
@@ -239,6 +240,36 @@ def test_sharded_equals_one_device(layout):
             p = q
         same_on_ranks(p, placed(want, mesh, placements(layout)), 1e-12)
         same_on_ranks(s["momentum"], placed(state["momentum"], mesh, placements(layout)), 1e-12)
+
+
+def test_leaves_of_one_shape_with_other_sides():
+    """Their shards look alike, their matrices do not."""
+    spec = {"a": Param((4, 8, 16), "expert embed mlp"), "b": Param((4, 8, 16), "embed kv head")}
+    params, grads = values(spec, 0), values(spec, 1)
+    optimizer = muon(0.1, spec=spec)
+    want, _ = ours(optimizer, params, [grads])
+    with simulate(8):
+        mesh, by = simulated_mesh(2, 2, 2), {"a": (S(1), R, R), "b": (S(0), R, R)}
+        p = placed(params, mesh, by)
+        got, _, _ = optimizer.update(p, placed(grads, mesh, by), optimizer.init(p))
+        same_on_ranks(got, placed(want, mesh, by), 1e-12)
+
+
+@pytest.mark.parametrize("by", [(S(0), S(1), S(0)), (S(1), R, S(1)), (R, S(0), S(0)), (R, R, R)])
+def test_the_exchange_makes_whole_matrices(by):
+    """In order, though no permutation of rows or columns would change the orthogonal factor."""
+    whole = torch.randn(16, 8, 8)
+    with simulate(8):
+        mesh = simulated_mesh(2, 2, 2)
+        shards = [placed({"x": x}, mesh, {"x": by})["x"] for x in whole]
+        found = exchange_of(shards[0], (0, 1), 0)
+        stack = lift(torch.stack([x.to_local() for x in shards]), 8)
+        mine = found.gather(stack)
+        pairs = zip(per_rank(found.scatter(mine, 16)), per_rank(stack), strict=True)
+        assert all(torch.equal(got, given) for got, given in pairs)
+        held = torch.cat(per_rank(mine))
+    places = [next(i for i, w in enumerate(whole) if torch.equal(x, w)) for x in held]
+    assert sorted(places) == list(range(16))
 
 
 def collectives_of(layers, layout, monkeypatch, piece=1 << 24):

@@ -107,13 +107,14 @@ def test_torch_func(name):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_half_precision_under_torch_func(name):
-    ours, theirs, args = case(name, 50, 7)
-    args = [(2 * a).to(HALF) for a in args]
-    g = torch.randn(50, 7).to(HALF)
+    ours, theirs, args = case(name, 50)
+    args[0] = torch.linspace(-4, -1.5, 50)  # where 1 + tanh and the like cancel
+    args = [a.to(HALF) for a in args]
+    g = torch.randn(50).to(HALF)
     got = torch.func.vjp(ours, *args)[1](g)
     exact = torch.func.vjp(theirs, *(a.double() for a in args))[1](g.double())
     for a, b in zip(got, exact, strict=True):
-        assert a.dtype == HALF and (a.double() - b).norm() < 2**-7 * b.norm()
+        assert a.dtype == HALF and (a.double() - b).norm() <= 2**-6 * b.norm()
 
 
 @pytest.mark.parametrize(

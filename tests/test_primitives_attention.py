@@ -93,13 +93,13 @@ def test_plain_operations_give_the_same(case, monkeypatch):
     """In blocks of two queries."""
     args, (given, seen) = inputs(), CASES[case]
     in_plain_operations(monkeypatch)
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 2 * 2 * 6 * 7)
+    monkeypatch.setattr(blocks, "CPU_BLOCK_ELEMENTS", 2 * 2 * 6 * 7)
     assert_same(attention(*args, **given), reference(*args, seen(), given.get("scale")), args)
 
 
 @pytest.mark.parametrize("case", ["causal", "full documents", "positions by row, documents"])
 def test_derivatives(case, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 2 * 2 * 6 * 7)
+    monkeypatch.setattr(blocks, "CPU_BLOCK_ELEMENTS", 2 * 2 * 6 * 7)
     given = CASES[case][0]
     args = inputs(group=2, head=2)
 

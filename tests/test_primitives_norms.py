@@ -355,6 +355,53 @@ def test_saved_bytes_over_sharded_heads():
         assert sum(kept.values()) == 8 * (q.numel() + w.numel() + 4 * S)
 
 
+def test_torch_func_over_sharded_heads():
+    """vmap, vjp and a Hessian-vector product of every example."""
+    x, w = torch.randn(3, 2, 4, KV, H, dtype=DOUBLE), torch.randn(KV, H, dtype=DOUBLE)
+    dims = "batch seq kv head"
+
+    def results(f, total, x, w):
+        def product(x):
+            grad = torch.func.grad(lambda x: total(f(x, w) ** 3))
+            return torch.func.vjp(grad, x)[1](torch.cos(x))[0]
+
+        mapped = torch.func.vmap(f, (0, None))(x, w)
+        return mapped, *torch.func.vjp(lambda x, w: f(x[0], w), x, w)[1](torch.cos(x[0])), torch.func.vmap(product)(x)
+
+    want = results(lambda x, w: functional.rms_norm(x, (KV, H), w, 1e-6), torch.sum, x, w)
+    with simulate(2):
+        sh = Sharding(make_mesh("tp=2", device="cpu"), Rules({**FREE, "kv": "tp"}))
+        parts = sh.shard(x, "group batch seq kv head"), sh.shard(w, "kv head")
+        got = results(
+            lambda x, w: rms_norm(x, w, dims=dims, sh=sh), lambda y: sh.sum(y, dims + " ->"), parts[0], parts[1]
+        )
+        for a, b in zip(got, want, strict=True):
+            b = sh.shard(b, "group batch seq kv head" if b.ndim == 5 else "kv head")
+            for mine, theirs in zip(per_rank(a), per_rank(b), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_compiled_over_sharded_heads():
+    """On a mesh of a group whose collectives do nothing: that the graph is whole, and computes as eager code does."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        sh = Sharding(make_mesh("tp=2", device="cpu"), Rules({**FREE, "kv": "tp"}))
+        args = [torch.randn(s, dtype=DOUBLE, requires_grad=True) for s in ((2, 3, 1, 2, 4), (1, 2, 4))]
+
+        def norm(x, w):
+            return rms_norm(x, w, dims="batch seq kv group head", sh=sh, zero_centred=True)
+
+        compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+        got, want = (gradients(f(*args) ** 3, args) for f in (compiled, norm))
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        constants = [a.detach() for a in args]
+        torch.testing.assert_close(compiled(*constants), norm(*constants), rtol=1e-12, atol=1e-12)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("probe", [False, True])
 def test_checking_mode(probe):
     params, _, batch = data()

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fmegatron.product
 from fmegatron.context import Ctx
-from fmegatron.models import Decoder, DecoderConfig, decoder
+from fmegatron.models import PRESETS, Decoder, DecoderConfig, decoder
 from fmegatron.precision import Precision
 from fmegatron.random import key
 from fmegatron.remat import everything, names, nothing
@@ -68,9 +68,9 @@ def one_thread_and_seed():
     torch.manual_seed(0)
 
 
-def make(policy, precision=None, **options):
+def make(policy, precision=None, config=CONFIG, **options):
     """The model, its parameters, a batch and the context with that batch's positions."""
-    model = Decoder(CONFIG, save=policy, **options)
+    model = Decoder(config, save=policy, **options)
     ctx = Ctx(Sharding(precision=precision or Precision()))
     params = init(model.spec(), key(0), sh=ctx.sh)
     params = like(params, [w.requires_grad_() for w in leaves(params)])
@@ -140,6 +140,48 @@ def test_bytes_of_the_whole_model(policy):
     assert sum(alive.sizes()) == L * B * S * per_token(policy, 4) + tables + positions + head + loss
     check_sizes(alive.sizes(), 4)
     assert terms["lm"].items.shape == (B, S)
+
+
+def test_every_form_of_the_loss_keeps_no_logits():
+    config = dataclasses.replace(PRESETS["gemma2-2b"], **SIZES)
+    assert config.logit_softcap is not None
+    sizes = []
+    for options in ({}, dict(label_smoothing=0.1), dict(label_smoothing=0.1, z_loss=1e-4)):
+        model, params, batch, _ = make(nothing, config=config, **options)
+        with Alive() as alive:
+            terms, _ = model.loss(params, batch)
+        check_sizes(alive.sizes(), 4)
+        sizes.append(sum(alive.sizes()))
+        del terms
+    assert sizes == [sizes[0], sizes[0], sizes[0] + B * S * 4]  # the z-loss is a square of lse
+
+
+# What a layer of each family keeps beside a Llama's, in bytes a token in fp32.
+FAMILIES = {
+    "llama3-8b": 0,
+    "phi3-mini": 0,
+    "mistral-7b-v0.1": 0,
+    "qwen2.5-7b": 0,  # biases keep nothing
+    "gpt2": 2 * 4 - F * 4,  # a layer norm has two statistics; there is no gate
+    "qwen3-8b": (Q + KV) * 4 + (HEADS + CONFIG.kv_heads) * 4,  # norms of each head of queries and keys
+    "gemma2-2b": 2 * (D * 4 + 4),  # two more norms
+    "gemma3-1b": 2 * (D * 4 + 4) + (Q + KV) * 4 + (HEADS + CONFIG.kv_heads) * 4,
+    "olmo2-7b": (Q + KV) * 4 + 2 * 4,  # norms behind the parts instead of before; one each of all queries and keys
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_of_other_families(family):
+    for policy in (everything, names("attention", "up")):
+        config = dataclasses.replace(PRESETS[family], **SIZES)
+        model, params, batch, ctx = make(policy, config=config)
+        x = model.embed(params, batch, ctx).detach().requires_grad_()
+        with Alive() as alive:
+            y = model._stack(params["layers"], x, ctx)
+        more = FAMILIES[family] if policy is everything else 0
+        assert sum(alive.sizes()) == L * B * S * (per_token(policy, 4) + more)
+        check_sizes(alive.sizes(), 4)
+        del y
 
 
 def test_what_autograd_saves_with_everything():

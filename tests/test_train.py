@@ -20,10 +20,11 @@ from safetensors.torch import load_file
 from fmegatron import checkpoint, cli, config, job, train, tree
 from fmegatron.config import TrainConfig
 from fmegatron.errors import UserError
+from fmegatron.models.decoder import GATED
 from fmegatron.signals import StopSignals
 from tests.processes import processes
 from tests.test_cli import ENVIRONMENT
-from tests.train_runs import Killed, flags, go, losses, numbers, patch, rows, write_corpus
+from tests.train_runs import Killed, flags, go, losses, numbers, patch, patch_item, rows, write_corpus
 
 torch.set_num_threads(1)
 FOUR = ("--mesh", "dp=2,tp=2", "--sp", "--store", "dp")
@@ -318,12 +319,22 @@ def test_every_setting_is_a_flag(tmp_path) -> None:
     by_type = {int: "3", float: "0.5", str: "word", tuple: "axis"}
     special = {
         "optim.schedule": "wsd",
+        "optim.name": "muon",
+        "optim.wsd_form": "minus_sqrt",
+        "optim.muon_adjust": "none",
+        "optim.momentum": "0.5",
+        "optim.ema": "0.5",
         "remat": "nothing",
+        "model_overrides.pattern": "window",
+        "model_overrides.qk_norm": "head",
+        "model_overrides.activation": "relu2",
+        **dict.fromkeys([f"model_overrides.{n}_bias" for n in ("qkv", "out", "mlp")], "True"),
+        "model_overrides.family": "gpt2",
         "batch.size": "6",
         "model_overrides.tied": "True",
         "model_overrides.rope_theta": "500.0",
         **dict.fromkeys(("data", "tokenizer", "mesh"), "word"),
-        **dict.fromkeys([f"precision.{name}" for name in ("params", "compute", "reduce", "master")], "float64"),
+        **dict.fromkeys([f"precision.{name}" for name in ("params", "compute", "reduce", "master", "moments")], "float64"),
     }
     default = {path: value for path, _, value in config._settings(TrainConfig())}
     arguments = []
@@ -405,18 +416,16 @@ def overflowing(arguments: list[str]) -> object:
     """`go` where on the second rank alone the rotary table of step 3 becomes infinite, by a division of finite numbers."""
     import torch.distributed as dist
 
-    from fmegatron.models import llama
-
     calls = 0
     with contextlib.ExitStack() as stack:
 
-        def swiglu(gate, up, real=llama.swiglu):
+        def swiglu(gate, up, real=GATED["swiglu"]):
             nonlocal calls
             calls += 1
             y = real(gate, up)
             return y / torch.zeros(()) if dist.get_rank() == 1 and calls > 4 else y
 
-        patch(stack, llama, "swiglu", swiglu)
+        patch_item(stack, GATED, "swiglu", swiglu)
         return go(arguments)
 
 
@@ -433,15 +442,14 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path, corpus) -> None:
     """The loss is finite; only the gradient of one leaf is not."""
     out = tmp_path / "run"
     with contextlib.ExitStack() as stack:
-        from fmegatron.models import llama
 
-        def swiglu(gate, up, real=llama.swiglu):
+        def swiglu(gate, up, real=GATED["swiglu"]):
             y = real(gate, up)
             if gate.requires_grad:
                 gate.register_hook(lambda g: g * float("inf"))
             return y
 
-        patch(stack, llama, "swiglu", swiglu)
+        patch_item(stack, GATED, "swiglu", swiglu)
         assert go(flags(corpus, out, steps=3, checkpoint_every=1, remat="everything")) == 1
     assert "stopped at step 1: the gradient of " in (out / "log.txt").read_text()
     assert checkpoint.latest(out) is None and losses(out) == []

@@ -203,12 +203,13 @@ def test_bad_input_under_torchrun_is_told_once(files) -> None:
 
 
 def test_wrong_names_of_choices_and_flags_are_told_by_the_parser(files, monkeypatch, capsys) -> None:
-    """Dtypes, schedules and remat policies are choices: the message has the flag, the value and all of them."""
+    """Dtypes and schedules are choices: the message has the flag, the value and all of them."""
     monkeypatch.chdir(files)
     before = tree_of(files)
     for more, parts in (
         (("--precision.params", "fp33"), ("--precision.params", "fp33", "float64", "bfloat16")),
-        (("--remat", "some"), ("--remat", "some", "attention", "nothing")),
+        (("--optim.name", "adamm"), ("--optim.name", "adamm", "adamw", "muon")),
+        (("--optim.wsd-form", "line"), ("--optim.wsd-form", "line", "linear", "minus_sqrt")),
         (("--optim.lrr", "1"), ("--optim.lrr", "--optim.lr ")),
         (("--steps", "many"), ("--steps", "many")),
     ):

@@ -32,13 +32,18 @@ def write_corpus(path: Path, *, documents: int = 40, words: int = 40, seed: int 
 
 def flags(data: Path | str, out: Path | str, *more: object, **settings: object) -> list[str]:
     """Arguments of a tiny run: --data, --out, sizes, then `more`; settings by keyword, optim_lr=… for --optim.lr."""
+    sizes = [x for name, value in SIZES.items() for x in (f"--model-overrides.{name}", value)]
+    return flags_of(data, out, *sizes, *more, **settings)
+
+
+def flags_of(data: Path | str, out: Path | str, *more: object, **settings: object) -> list[str]:
+    """`flags` without sizes of a model."""
     given = ["--data", data, "--out", out, "--tokenizer-vocab", 300, "--batch.size", 8, "--batch.seq-len", 16]
     given += ["--optim.warmup", 2, "--eval.batches", 2, "--log.no-tensorboard", "--device", "cpu"]
-    for name, value in SIZES.items():
-        given += [f"--model-overrides.{name}", value]
+    rest = []
     for name, value in settings.items():
-        given += ["--" + name.replace("_", ".", 1).replace("_", "-"), value]
-    return [str(x) for x in (*given, *more)]
+        rest += ["--" + name.replace("_", ".", 1).replace("_", "-"), value]
+    return [str(x) for x in (*given, *rest, *more)]
 
 
 class Killed(BaseException):
@@ -65,6 +70,11 @@ def go(arguments: list[str], stop: tuple[int, str] | None = None) -> int | str:
 def patch(stack: contextlib.ExitStack, where: Any, name: str, value: Any) -> None:
     stack.callback(setattr, where, name, getattr(where, name))
     setattr(where, name, value)
+
+
+def patch_item(stack: contextlib.ExitStack, where: dict[str, Any], name: str, value: Any) -> None:
+    stack.callback(where.__setitem__, name, where[name])
+    where[name] = value
 
 
 def _stopping(step: Any, at: int, how: str) -> Any:

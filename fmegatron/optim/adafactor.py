@@ -113,10 +113,10 @@ def adafactor(
                 size = rate_at(rate, state["count"]) * own.scale * scales.get(i, 1.0)
                 change = squares.scaled(i) / clips[i] * size
                 if beta1 is not None:
-                    change = torch.lerp(_read(work, "m", i), change, 1 - beta1)
-                    _write(work, "m", i, change)
-                p = _read(work, "params", i)
-                _write(work, "params", i, p - own.decay * size * p - change)
+                    change = torch.lerp(work.read("m", i), change, 1 - beta1)
+                    work.write("m", i, change)
+                p = work.read("params", i)
+                work.write("params", i, p - own.decay * size * p - change)
             new = work.trees(trees)
             kept = {name: squares.written(name, donate, rounding) for name in ("rows", "columns", "v")}
         if "m" in new:
@@ -145,7 +145,7 @@ class _Squares:
         self.new: dict[str, dict[int, Tensor]] = {name: {} for name in self.old}
         sums: dict[tuple[str, int], Tensor] = {}
         for i in work.rows:
-            square = _read(work, "grads", i).square() + eps
+            square = work.read("grads", i).square() + eps
             if (dims := self.matrix[i]) is None:
                 self.new["v"][i] = torch.lerp(square, local_of(self.old["v"][i]).to(square.dtype), keep)
             else:
@@ -179,7 +179,7 @@ class _Squares:
 
     def scaled(self, i: int) -> Tensor:
         """The gradient over its root mean square."""
-        g = _read(self.work, "grads", i)
+        g = self.work.read("grads", i)
         if self.matrix[i] is None:
             return g * self.new["v"][i].rsqrt()
         return g * (self._spread("rows", i) / self.mean_row[i]).rsqrt() * self._spread("columns", i).rsqrt()
@@ -204,22 +204,9 @@ def _stored(old: Tensor, value: Tensor, donate: bool, rounding: Rounding | None,
     return holder_of(buffer, old)
 
 
-def _read(work: Work, name: str, i: int) -> Tensor:
-    """The local shard in the dtype to compute in."""
-    x = work.columns[name][i] if leaves.plain_only() else work.local[name][i]
-    return x.to(wide(x))
-
-
-def _write(work: Work, name: str, i: int, value: Tensor) -> None:
-    if leaves.plain_only():
-        work.keep(name, i, value)
-    else:
-        work.store(name, i, value)
-
-
 def _parameter_scales(work: Work, least: float) -> dict[int, Tensor]:
     """max(least, root mean square) of each parameter."""
-    return {i: rms.clamp(min=least) for i, rms in _rms(work, lambda i: _read(work, "params", i)).items()}
+    return {i: rms.clamp(min=least) for i, rms in _rms(work, lambda i: work.read("params", i)).items()}
 
 
 def _clips(work: Work, squares: _Squares, threshold: float) -> dict[int, Tensor]:

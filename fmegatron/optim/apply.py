@@ -59,6 +59,21 @@ class Work:
         else:
             self.new[name][row] = self.rounding.rounded(value, old, f"{self.paths[row]}:{name}")
 
+    def shard(self, name: str, row: int) -> Tensor:
+        """The local shard of a leaf; the leaf itself on the plain path."""
+        return self.columns[name][row] if leaves.plain_only() else self.local[name][row]
+
+    def read(self, name: str, row: int) -> Tensor:
+        """The local shard in the dtype to compute in."""
+        return leaves.widened(self.shard(name, row))[0]
+
+    def write(self, name: str, row: int, value: Tensor) -> None:
+        """A value as the new local shard, on whichever path."""
+        if leaves.plain_only():
+            self.keep(name, row, value)
+        else:
+            self.store(name, row, value)
+
     def trees(self, like: dict[str, Any]) -> dict[str, Any]:
         """{name: new tree} of the trees written."""
         return {n: tree.like(like[n], self.new[n]) for n in self.written}

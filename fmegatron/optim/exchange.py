@@ -37,7 +37,7 @@ class Exchange:
     @property
     def ranks(self) -> int:
         """Among how many the matrices of a leaf are shared."""
-        return math.prod(self.mesh.size(d) for d in (*(d for d, _ in self.cuts), *self.copies)) if self.mesh else 1
+        return math.prod(self.mesh.size(d) for d in (*(d for d, _ in self.cuts), *self.copies))
 
     def gather(self, x: Tensor) -> Tensor:
         """Local shards of n matrices -> this rank's share of whole ones, zeros behind the last."""
@@ -63,7 +63,7 @@ class Exchange:
 
     def _shares(self, n: int) -> tuple[list[int], int]:
         """(the replicated mesh dims over which n matrices are shared out, n rounded up to a multiple of all shares)."""
-        ranks = math.prod(self.mesh.size(d) for d, _ in self.cuts) if self.mesh else 1
+        ranks = math.prod(self.mesh.size(d) for d, _ in self.cuts)
         taken = []
         for d in self.copies:
             if n > ranks:  # else some ranks would have nothing but zeros, and the all-gather costs more than it saves

@@ -117,9 +117,8 @@ def muon(
                 moved = [_moved(work, i, momentum, nesterov, dtype) for i in members]
                 found = _orthogonal(moved, [views[i] for i in members], exchange, triples, eps)
                 for i, orthogonal in zip(members, found, strict=True):
-                    p = work.columns["params"][i] if leaves.plain_only() else work.local["params"][i]
-                    p = p.to(wide(p))
-                    _write(work, "params", i, step(i, settings[i], p, orthogonal.to(p.dtype)))
+                    p = work.read("params", i)
+                    work.write("params", i, step(i, settings[i], p, orthogonal.to(p.dtype)))
             new = work.trees(trees)
         return new["params"], grads, {**state, "count": state["count"] + 1, "momentum": new["momentum"]}
 
@@ -176,7 +175,7 @@ def _batches(work: Work, views: dict[int, _View]) -> list[tuple[list[int], Excha
         p, view = work.columns["params"][i], views[i]
         exchange = exchange_of(p, view.order, view.counts)
         # without a mesh dim that cuts them, any leaves of one matrix shape go together
-        sides = (view.shape, ()) if not exchange.cuts else (view.sizes, view.short)
+        sides = (view.sizes[view.counts :], view.short) if exchange.cuts else view.shape
         return sides, exchange, p.device, work.columns["grads"][i].dtype == torch.float64 or p.dtype == torch.float64
 
     found = []
@@ -191,25 +190,16 @@ def _batches(work: Work, views: dict[int, _View]) -> list[tuple[list[int], Excha
 
 def _moved(work: Work, i: int, momentum: float, nesterov: bool, dtype: torch.dtype | None) -> Tensor:
     """Updates the momentum of a leaf; the step's direction, in the dtype of the iteration."""
-    plain = leaves.plain_only()
-    g, old = (work.columns[n][i] if plain else work.local[n][i] for n in ("grads", "momentum"))
+    g, old = work.shard("grads", i), work.shard("momentum", i)
     computed = wide(g, old)
-    if plain or old.dtype != computed:
-        g = g.to(computed)
+    g = g.to(computed)
+    if leaves.plain_only() or old.dtype != computed:
         new = torch.lerp(old.to(computed), g, 1 - momentum)
-        _write(work, "momentum", i, new)
+        work.write("momentum", i, new)
     else:
-        g = g.to(computed)
         new = old.lerp_(g, 1 - momentum)
     direction = torch.lerp(g, new, momentum) if nesterov else new
     return direction.to(dtype or (torch.bfloat16 if g.device.type == "cuda" else computed))
-
-
-def _write(work: Work, name: str, i: int, value: Tensor) -> None:
-    if leaves.plain_only():
-        work.keep(name, i, value)
-    else:
-        work.store(name, i, value)
 
 
 def _orthogonal(

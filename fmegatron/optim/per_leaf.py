@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import Tensor
+
 from fmegatron import tree
 from fmegatron.errors import UserError
 
@@ -85,6 +87,8 @@ def check_values(name: str, **values: Values) -> None:
     for argument, given in values.items():
         found = {} if given is None or callable(given) else tree.named(given)
         for path, value in found.items():
+            if isinstance(value, Tensor):
+                continue  # not read: it may be one of an ensemble
             if not isinstance(value, int | float) or not value >= 0:
                 where = f" for {path}" if path else ""
                 raise UserError(f"{name} needs {argument} of at least 0, but got {argument}={value}{where}")
@@ -93,7 +97,7 @@ def check_values(name: str, **values: Values) -> None:
 def _values(name: str, params: Any, given: Any) -> list[Any]:
     shape = tree.structure(params)
     chosen = given(params) if callable(given) else given
-    if isinstance(chosen, int | float):  # and bool
+    if isinstance(chosen, int | float | Tensor):  # a bool too
         return [chosen] * shape.num_leaves
     if tree.structure(chosen) != shape:
         kind = "bools" if name == "mask" else "numbers"

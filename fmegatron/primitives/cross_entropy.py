@@ -10,6 +10,7 @@ Every form of the loss is made of the two, lse and target: lse - target + z_loss
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -130,10 +131,10 @@ def _form(where: str, label_smoothing: float, z_loss: float, softcap: float | No
         raise UserError(
             f"{where}(label_smoothing={label_smoothing}): a part of the target distribution, so between 0 and 1"
         )
-    if z_loss < 0:
+    if not 0 <= z_loss < math.inf:
         raise UserError(f"{where}(z_loss={z_loss}): the factor of a penalty, so 0 or more")
-    if softcap is not None and not softcap > 0:
-        raise UserError(f"{where}(softcap={softcap}): a bound on logits, so above 0; None for no cap")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise UserError(f"{where}(softcap={softcap}): a finite bound on logits above 0, or None for no cap")
     return _Form(softcap, 1.0 - label_smoothing, label_smoothing / vocab_size)
 
 

@@ -50,7 +50,7 @@ def rms_norm(
             )
         if any(sharded(sh, name) for name in names[-n:]):
             mesh = sh.mesh
-            axes = mesh.sorted(axis for name in names[-n:] for axis in sh.axes(name))
+            axes = mesh.sorted([axis for name in names[-n:] for axis in sh.axes(name)])
 
     def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         rows, w = (x.flatten(-n), weight.flatten()) if weight is not None and n > 1 else (x, weight)

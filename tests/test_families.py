@@ -1,0 +1,194 @@
+"""Every family against transformers (tests/families.py has the cases and the checks), and the dense families' presets."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fmegatron import tree
+from fmegatron.accumulate import accumulate
+from fmegatron.checking import check, infer_over
+from fmegatron.context import Ctx
+from fmegatron.errors import UserError
+from fmegatron.mesh import make_mesh
+from fmegatron.models import PRESETS, Decoder, gemma, hf
+from fmegatron.random import key
+from fmegatron.rules import standard_rules
+from fmegatron.spec import count, params_of
+from tests import families
+from tests.families import BETWEEN_LAYOUTS, BOUND, CASES, DOUBLE, SINGLE
+
+torch.set_num_threads(1)
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE], ids=["fp32", "float64"])
+def test_logits_and_gradients_equal_transformers(name, dtype):
+    worst = families.errors(name, dtype)
+    assert max(worst.values()) <= BOUND[dtype], worst
+
+
+@every_case
+def test_round_trip_is_bitwise(name):
+    assert families.round_trip(name) == 0
+
+
+@every_case
+def test_generation_equals_transformers_token_by_token(name):
+    different, tokens = families.generation(name)
+    assert different == 0
+    assert len({token for row in tokens for token in row}) >= 6  # not one token over and over
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.grows])
+def test_cached_logits_equal_all_at_once(name):
+    assert families.cache_error(name) <= BETWEEN_LAYOUTS
+
+
+@every_case
+def test_two_tensor_parallel_ranks_compute_the_same(name):
+    assert families.layout_error(name) <= BETWEEN_LAYOUTS
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "packed"),
+    [("gpt2", "cp=2", True), ("gemma2", "cp=2,tp=2", False), ("gemma3-cap-biases-tied", "cp=2", True)],
+)
+def test_context_parallel_ranks_compute_the_same(name, axes, packed):
+    """Windows that reach over the cut beside full layers, two rotary tables, learned positions."""
+    assert families.layout_error(name, axes, packed=packed) <= BETWEEN_LAYOUTS
+
+
+def test_learned_positions_and_biases_rest_sharded():
+    assert families.layout_error("gpt2", "dp=2", store=("dp",)) <= BETWEEN_LAYOUTS
+
+
+def program(model):
+    def loss(params, batch, sh):
+        terms, _ = model.loss(params, batch, Ctx(sh=sh))
+        return sh.sum(terms["lm"].items, "batch seq ->")
+
+    return loss
+
+
+@every_case
+def test_the_checking_mode_accepts_and_confirms_what_gradients_are_summed_over(name):
+    model, params = families.ours(name)
+    mesh = make_mesh("dp=2,cp=2,tp=2", kv_heads=model.config.kv_heads, abstract=True, device="cpu")
+    rules, batch = standard_rules(mesh, sequence_parallel=True), families.batch_of(model.config.vocab)
+    check(program(model), model.spec(), params, batch, rules)
+    silent = families.bare(model)
+    found = infer_over(program(silent), silent.spec(), params, batch, rules)
+    for (path, p), q in zip(params_of(model.spec()).items(), params_of(found).values(), strict=True):
+        assert set(p.over.split()) == set(q.over.split()), path
+
+
+# ------------------------------------------------------------------------------------------------- compiled blocks
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
+def test_compiled_blocks_are_one_graph_for_each_kind_of_layer(name):
+    """… whose window, rotary table and key it is given, and not one graph for each layer."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    config, params = families.ours(name)[0].config, families.ours(name)[1]
+    config = dataclasses.replace(config, dropout=0.1)
+    batch, ctx, results = families.batch_of(config.vocab), Ctx(sh=families.sharding(DOUBLE), key=key(1)), []
+    for options in (False, {"backend": counting}):
+        model = Decoder(config, compile=options)
+        results.append(accumulate(model.loss, 1, weights=model.weights)(params, batch, ctx))
+    ((a, _), want), ((b, _), got) = results
+    assert abs(float(a - b)) < 1e-12
+    for path, g in tree.named(got).items():
+        assert (g - tree.named(want)[path]).norm() <= 1e-11 * tree.named(want)[path].norm() + 1e-15, path
+    assert len(graphs) == len(set(config.kinds)) < config.layers
+
+
+# ------------------------------------------------------------------------------------------------ what differs alone
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "olmo2"])
+def test_packed_documents_equal_documents_apart(name):
+    model, params = families.ours(name)
+    ctx = Ctx(sh=families.sharding(DOUBLE))
+    tokens = families.batch_of(model.config.vocab)["tokens"][:1]
+    segments = torch.tensor([[0] * 5 + [1] * 7])
+    positions = torch.tensor([[*range(5), *range(7)]])
+    packed = model.logits(params, tokens, ctx, segments=segments, positions=positions)
+    apart = torch.cat([model.logits(params, t, ctx) for t in (tokens[:, :5], tokens[:, 5:])], 1)
+    assert (packed - apart).abs().max() < 1e-12 * apart.abs().max()
+
+
+def test_more_tokens_than_learned_positions_are_refused():
+    model, params = families.ours("gpt2")
+    with pytest.raises(UserError, match="41 tokens are more than the 40 learned positions"):
+        model.logits(params, torch.zeros(1, 41, dtype=torch.int64))
+
+
+def test_a_cap_that_transformers_ignores_is_refused():
+    """The config of its Gemma 3 has a soft-cap of attention that its attention does not read."""
+    config = families.ours("gemma3")[0].config
+    fields = gemma.config_to_hf(config)
+    with pytest.raises(UserError, match="attn_logit_softcapping=2.0 is not supported for gemma3_text"):
+        gemma.config_from_hf({**fields, "attn_logit_softcapping": 2.0})
+    with pytest.raises(UserError, match="attn_logit_softcapping=2.0"):
+        hf.fields_of(Decoder(dataclasses.replace(config, attention_softcap=2.0)))
+
+
+# --------------------------------------------------------------------------------------------------------- presets
+
+# As the models' authors or transformers' own pages count them.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
+    "phi3-mini": 3_821_079_552,
+    "phi3-medium": 13_960_238_080,
+    "phi4": 14_659_507_200,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_have_the_published_number_of_parameters(preset):
+    assert count(Decoder(PRESETS[preset]).spec()) == PUBLISHED[preset]
