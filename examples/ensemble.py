@@ -50,9 +50,8 @@ def text(key, rows):
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
-def train(words):
-    """The whole training of one seed: (parameters, the loss of every step)."""
-    seed = fm.Key(words)  # a key with tensor words: data to vmap
+def train(seed):
+    """The whole training from one key: (parameters, the loss of every step)."""
     optimizer = fm.optim.chain(fm.optim.clip_by_global_norm(1.0), fm.optim.adamw(1e-2))
     step = fm.train_step(loss, optimizer, sh=SH)
     params = fm.init(SPEC, fm.fold_in(seed, "init"), sh=SH)
@@ -68,13 +67,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--members", type=int, default=16)
     members = parser.parse_args().members
-    seeds = torch.stack([fm.random.to_tensor(fm.key(seed)).words for seed in range(members)])
+    keys = [fm.random.to_tensor(fm.key(seed)) for seed in range(members)]
+    every_key = fm.Key(torch.stack([key.words for key in keys]))  # keys as data, one a member
 
     start = time.perf_counter()
-    params, losses = torch.func.vmap(train)(seeds)
+    params, losses = torch.func.vmap(train)(every_key)
     together = time.perf_counter() - start
     start = time.perf_counter()
-    alone = [train(words) for words in seeds]
+    alone = [train(key) for key in keys]
     apart = time.perf_counter() - start
     error = 0.0
     for i, (p, curve) in enumerate(alone):

@@ -10,6 +10,7 @@ from fmegatron.initializers import constant, normal, ones, truncated_normal, uni
 from fmegatron.launch import close_distributed as leave_processes
 from fmegatron.launch import init_distributed as join_processes
 from fmegatron.launch import is_first_process
+from fmegatron.loss_scale import LossScale, LossScaling, dynamic_loss_scale, static_loss_scale
 from fmegatron.mesh import Mesh, make_mesh
 from fmegatron.placements import Invariant, Partial, Replicate, Shard
 from fmegatron.precision import Precision
@@ -18,7 +19,7 @@ from fmegatron.random import split as split_key
 from fmegatron.remat import names, nothing, remat
 from fmegatron.rules import Rules, standard_rules
 from fmegatron.sharding import Sharding, placements
-from fmegatron.simulation import simulate
+from fmegatron.simulation import per_rank, simulate
 from fmegatron.spec import Param, abstract, count, describe, init
 from fmegatron.split import everything, split
 from fmegatron.step import NonFiniteError, TrainState, evaluate, train_step
@@ -27,6 +28,8 @@ __all__ = [
     "Ctx",
     "Invariant",
     "Key",
+    "LossScale",
+    "LossScaling",
     "Mesh",
     "NonFiniteError",
     "Param",
@@ -47,6 +50,7 @@ __all__ = [
     "constant",
     "count",
     "describe",
+    "dynamic_loss_scale",
     "evaluate",
     "everything",
     "fold_in",
@@ -62,6 +66,7 @@ __all__ = [
     "nothing",
     "ones",
     "optim",
+    "per_rank",
     "placements",
     "random",
     "remat",
@@ -70,6 +75,7 @@ __all__ = [
     "split",
     "split_key",
     "standard_rules",
+    "static_loss_scale",
     "train_step",
     "truncated_normal",
     "uniform",

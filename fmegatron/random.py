@@ -69,6 +69,8 @@ class Key:
 
 _register: Any = optree.register_pytree_node  # its annotation wants a collection
 _register(Key, lambda key: ((key.words,), None, ("words",)), lambda _, words: Key(*words), namespace=NAMESPACE)
+# torch.func knows torch's own trees alone: with this a key can be an argument of a vmapped function.
+torch.utils._pytree.register_pytree_node(Key, lambda key: ([key.words], None), lambda words, _: Key(*words))
 
 
 # Keys

@@ -17,12 +17,12 @@ class Rules:
     store: mesh axes that hold parameters at rest beside the compute axes (ZeRO-3/FSDP). They go together on the largest
     free dim that they divide, else behind a sharded one as the inner split, else nowhere.
 
-    activations: dims that occur in activations only, so that `placements` can tell a row for them from a typo.
+    activations: dims that the parameters need not have, so that `placements` can tell a row for them from a typo.
     """
 
     compute: Mapping[str, Axes] = field(default_factory=dict)
     store: Axes = ()
-    activations: tuple[str, ...] = ("batch", "seq", "kvseq")
+    activations: tuple[str, ...] = ("batch", "seq", "kvseq", "position")
 
 
 def base(name: str) -> str:

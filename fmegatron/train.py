@@ -42,6 +42,7 @@ from fmegatron.job_model import export_problem, model_name, resumed_model
 from fmegatron.job_optim import optimizer_form
 from fmegatron.launch import close_distributed, init_distributed
 from fmegatron.models import DecoderConfig, config_from_dict, config_to_dict
+from fmegatron.models.hf import GENERATION, TOKENIZER_FILES
 from fmegatron.optim import ema_params
 from fmegatron.precision import dtype_name
 from fmegatron.report import Reporter, measure_matmul_flops
@@ -187,9 +188,7 @@ def check_same_optimizer(config: TrainConfig, begun: checkpoint.Info, setup: job
 def saved_state(config: TrainConfig, run: job.Run, begun: checkpoint.Info) -> TrainState:
     """The state of a checkpoint. A run that turns to float16 begins with a new loss scale."""
     scaled = "loss_scale.scale" in begun.values
-    state = checkpoint.load(
-        begun.path, job.abstract_state(config, run, scaled=scaled), device=run.setup.device
-    )
+    state = checkpoint.load(begun.path, job.abstract_state(config, run, scaled=scaled), device=run.setup.device)
     if run.scaling is not None and not scaled:
         state = dataclasses.replace(state, loss_scale=run.scaling.init())
     return state
@@ -224,7 +223,19 @@ def prepare_data(config: TrainConfig, begun: checkpoint.Info | None) -> Prepared
     )
     if begun is not None:
         _check_tokenizer(result.tokenizer_path, begun)
+    elif tokenizer is not None:
+        carry_files(Path(tokenizer), Path(result.tokenizer_path), generation=config.tokenizer is None)
     return result
+
+
+def carry_files(source: Path, target: Path, *, generation: bool) -> None:
+    """Copy the files that came with a tokenizer and that an export will want, where they are not there already.
+
+    generation: also the defaults of text generation that came with a model.
+    """
+    for name in (*TOKENIZER_FILES, *([GENERATION] if generation else [])):
+        if source.is_dir() and (source / name).is_file() and not (target / name).exists():
+            shutil.copyfile(source / name, target / name)
 
 
 def _same_data(config: TrainConfig) -> bool:

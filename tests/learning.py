@@ -60,16 +60,28 @@ GPT2: dict[str, Any] = dict(
 
 @dataclass
 class Curves:
-    """Losses of every step by both loops, and the largest relative difference of a final parameter."""
+    """Losses and gradient norms of every step by both loops, and the largest relative difference of a final
+    parameter."""
 
     ours: list[float]
     theirs: list[float]
+    our_norms: list[float]
+    their_norms: list[float]
     weights: float
 
     @property
     def loss(self) -> float:
         """The largest relative difference of a step's loss."""
-        return max(abs(a - b) / abs(b) for a, b in zip(self.ours, self.theirs, strict=True))
+        return _largest(self.ours, self.theirs)
+
+    @property
+    def norm(self) -> float:
+        """The largest relative difference of a step's gradient norm."""
+        return _largest(self.our_norms, self.their_norms)
+
+
+def _largest(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
 def compare(family: str, steps: int, dtype: torch.dtype = torch.float64) -> Curves:
@@ -81,8 +93,8 @@ def compare(family: str, steps: int, dtype: torch.dtype = torch.float64) -> Curv
             head = LLAMA["head_dim"]
             power = torch.arange(0, head, 2, dtype=torch.float64) / head
             reference.model.rotary_emb.inv_freq = 10000.0**-power
-        ours, state = our_losses(Path(folder), steps, dtype)
-        theirs = their_losses(reference, steps)
+        ours, our_norms, state = train(Path(folder), steps, dtype)
+        theirs, their_norms = train_reference(reference, steps)
         reference.save_pretrained(folder)
         _, wanted = load_hf(folder, dtype=dtype)
     named = tree.named(wanted)
@@ -92,7 +104,7 @@ def compare(family: str, steps: int, dtype: torch.dtype = torch.float64) -> Curv
     errors = [
         float((p - named[path]).norm() / max(named[path].norm(), floor)) for path, p in tree.named(state.params).items()
     ]
-    return Curves(ours, theirs, max(errors))
+    return Curves(ours, theirs, our_norms, their_norms, max(errors))
 
 
 def theirs_of(family: str) -> Any:
@@ -115,7 +127,8 @@ def batches(steps: int) -> Iterator[dict[str, torch.Tensor]]:
         yield {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous(), "mask": mask}
 
 
-def our_losses(folder: Path, steps: int, dtype: torch.dtype) -> tuple[list[float], TrainState]:
+def train(folder: Path, steps: int, dtype: torch.dtype) -> tuple[list[float], list[float], TrainState]:
+    """(losses, gradient norms, final state) here."""
     model, params = model_of(folder), load_hf(folder, dtype=dtype)[1]
     optimizer = chain(
         clip_by_global_norm(CLIP),
@@ -123,21 +136,26 @@ def our_losses(folder: Path, steps: int, dtype: torch.dtype) -> tuple[list[float
     )
     sh = Sharding(precision=Precision(params=dtype))
     step = train_step(model.loss, optimizer, weights=model.weights, sh=sh, microbatches=2, donate=True)
-    state, losses = TrainState(0, params, optimizer.init(params)), []
+    state = TrainState(0, params, optimizer.init(params))
+    losses, norms = [], []
     for batch in batches(steps):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    return losses, state
+        norms.append(float(metrics["grad_norm"]))
+    return losses, norms, state
 
 
-def their_losses(model: Any, steps: int) -> list[float]:
+def train_reference(model: Any, steps: int) -> tuple[list[float], list[float]]:
+    """(losses, gradient norms) of transformers with torch.optim."""
     every = list(model.parameters())
     groups = [
         {"params": [p for p in every if p.ndim >= 2], "weight_decay": DECAY},
         {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=BETAS, eps=EPS)
-    rate, losses = schedule(), []
+    rate = schedule()
+    losses: list[float] = []
+    norms: list[float] = []
     for step, batch in enumerate(batches(steps)):
         with exact(model):
             logits = model(batch["tokens"]).logits
@@ -145,12 +163,12 @@ def their_losses(model: Any, steps: int) -> list[float]:
             loss = (each * batch["mask"].flatten()).sum() / batch["mask"].sum()
             optimizer.zero_grad()
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(every, CLIP)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(every, CLIP)))
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return losses, norms
 
 
 def schedule() -> Any:

@@ -192,15 +192,30 @@ def test_any_layout_rounds_alike(layout):
         same_on_ranks(p, placed(want, mesh, layout))
 
 
-def test_a_cut_leaf_rounds_by_global_position():
+@pytest.mark.parametrize(
+    ("shape", "held"),
+    [
+        ((6, 10), {}),
+        ((6, 10), {0: [1, 3, 5]}),
+        ((6, 10), {1: [2, 4, 7, 9]}),
+        ((1 << 17, 1 << 17), {0: [1, 70_000], 1: [2, 4, 131_000]}),
+        ((3, 6, 2, 10, 5), {1: [2, 3], 2: [1]}),
+        ((3, 6, 2, 10, 5), {4: [0, 4]}),
+    ],
+)
+def test_pieces_round_by_global_position(shape, held, monkeypatch):
     """Pieces of a shard have the bits of their places in the whole, for leaves of more than 2^32 elements too."""
-    key = random.key(5)
-    for shape in ((6, 10), (1 << 17, 1 << 17)):
-        rows, columns = torch.tensor([1, 3, 5]), torch.tensor([2, 4, 7, 9])
-        want = random.bits(key, shape, index=(rows, columns)).flatten()
-        linear = (rows[:, None] * shape[1] + columns).flatten()
-        got = rounding._bits(key, linear, shape[0] * shape[1])
-        assert torch.equal(got, want)
+    index = [torch.tensor(held[d]) if d in held else None for d in range(len(shape))]
+    monkeypatch.setattr(rounding, "positions_of", lambda leaf: index)
+    rule, leaf = rounding.Rounding(random.key(5)), torch.empty(shape, device="meta")
+    key = random.fold_in(random.key(5), "a")
+    want = random.bits(key, shape, index=index)
+    x = torch.randn(want.shape)
+    whole, parts = torch.empty_like(x).bfloat16(), torch.empty_like(x).bfloat16().view(-1)
+    rule.store(whole, x, leaf, "a")
+    for at in range(0, x.numel(), 7):
+        rule.store(parts[at : at + 7], x.view(-1)[at : at + 7], leaf, "a", at)
+    assert torch.equal(whole, stochastic(x, want)) and torch.equal(parts, whole.view(-1))
 
 
 def test_donation_makes_no_temporaries(monkeypatch):
@@ -245,9 +260,10 @@ def test_what_cannot_round_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_rounds_as_the_cpu():
+@pytest.mark.parametrize("compile", [False, True])
+def test_cuda_rounds_as_the_cpu(compile):
     params, gradients = half(0), [half(i) for i in range(1, 4)]
-    optimizer = with_stochastic_rounding(sgd(2.0**-9), 11)
+    optimizer = with_stochastic_rounding(sgd(2.0**-9), 11, compile=compile)
     want, _ = ours(optimizer, params, gradients)
     there = lambda t: tree.tree_map(lambda x: x.cuda(), t)  # noqa: E731
     got, _ = ours(optimizer, there(params), [there(g) for g in gradients], donate=True)

@@ -9,9 +9,6 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import masking_utils
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss
 
 from fmegatron import random, tree
 from fmegatron.checking import check
@@ -203,6 +200,8 @@ def added(seen, dtype=DOUBLE):
 
 
 def test_soft_cap_equals_gemma2(monkeypatch):
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2
+
     softmax = torch.nn.functional.softmax  # theirs casts to float32
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
     args = inputs()
@@ -213,6 +212,8 @@ def test_soft_cap_equals_gemma2(monkeypatch):
 
 
 def test_sinks_equal_gpt_oss():
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss
+
     args = forms_inputs()
     module = SimpleNamespace(num_key_value_groups=3, training=False, sinks=args[3].flatten())
     seen = within(ORDER, ORDER, True, 4)[None]
@@ -222,6 +223,8 @@ def test_sinks_equal_gpt_oss():
 
 @pytest.mark.parametrize("window", [1, 3, 8, 9])
 def test_window_equals_transformers_mask(window):
+    from transformers import masking_utils
+
     args = inputs(queries=9)
     see = masking_utils.sliding_window_causal_mask_function(window)
     seen = torch.tensor([[bool(see(0, 0, torch.tensor(i), torch.tensor(j))) for j in range(9)] for i in range(9)])

@@ -334,7 +334,9 @@ def test_every_setting_is_a_flag(tmp_path) -> None:
         "model_overrides.tied": "True",
         "model_overrides.rope_theta": "500.0",
         **dict.fromkeys(("data", "tokenizer", "mesh"), "word"),
-        **dict.fromkeys([f"precision.{name}" for name in ("params", "compute", "reduce", "master", "moments")], "float64"),
+        **dict.fromkeys(
+            [f"precision.{name}" for name in ("params", "compute", "reduce", "master", "moments")], "float64"
+        ),
     }
     default = {path: value for path, _, value in config._settings(TrainConfig())}
     arguments = []

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from fmegatron import checkpoint, cli
 from fmegatron.data import load_tokenizer, open_indexed, save_tokenizer, train_bpe
+from fmegatron.errors import UserError
 from tests.processes import processes
 from tests.train_runs import WORDS, flags_of, go, losses, numbers, rows, write_corpus
 
@@ -53,6 +54,7 @@ def files(tmp_path_factory) -> Path:
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
         save_tokenizer(tokenizer, folder / family)
         (folder / family / "chat_template.jinja").write_text("{{ messages }}")
+        (folder / family / "vocab.json").write_text("{}")
     return folder
 
 
@@ -95,7 +97,13 @@ def test_the_first_evaluation_is_the_loss_of_transformers(files, tmp_path, famil
     hf = tmp_path / "hf"
     assert cli.main(["export", "--checkpoint", str(out), "--out", str(hf)]) == 0
     assert found[1]["val_loss"] == pytest.approx(their_loss(hf, out), rel=1e-5)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "vocab.json",
+        "generation_config.json",
+    ):
         assert (hf / name).read_text() == (files / family / name).read_text()
 
 
@@ -108,12 +116,11 @@ def test_the_first_evaluation_is_the_loss_of_transformers(files, tmp_path, famil
 )
 def test_two_ranks_make_the_same_run_and_go_on_without_the_folder(files, tmp_path, mesh) -> None:
     """Resharded on read; a resumed run is bitwise the uninterrupted one when the folder is gone."""
-    folder = tmp_path / "gpt2"
-    heads_divide = ("llama", "gpt2")[0]
-    shutil.copytree(files / heads_divide, folder)
+    folder = tmp_path / "model"
+    shutil.copytree(files / "llama", folder)
     common = dict(steps=5, precision_params="float64", dropout=0.1)
     one, two, parts = tmp_path / "one", tmp_path / "two", tmp_path / "parts"
-    given = [arguments(tmp_path, out, "gpt2", "--data", files / "text.jsonl", **common) for out in (one, two, parts)]
+    given = [arguments(tmp_path, out, "model", "--data", files / "text.jsonl", **common) for out in (one, two, parts)]
     assert on(1, given[0]) == 0
     assert on(2, [*given[1], *mesh]) == 0
     torch.testing.assert_close(losses(two), losses(one), rtol=1e-9, atol=0)
@@ -121,8 +128,8 @@ def test_two_ranks_make_the_same_run_and_go_on_without_the_folder(files, tmp_pat
     shutil.rmtree(folder)
     assert on(2, ["--out", str(parts), "--resume"]) == 0
     assert numbers(parts) == numbers(two)
-    with pytest.raises(Exception, match="--init-from"):
-        go([*given[0][:-2], "--out", str(parts), "--resume", "--init-from", "None", "--steps", "9"])
+    with pytest.raises(UserError, match="--init-from None: the run in --out .* began from --init-from .*model: leave"):
+        go(["--out", str(parts), "--resume", "--init-from", "None", "--steps", "9"])
 
 
 def test_a_larger_vocabulary(files, tmp_path, capsys) -> None:
@@ -165,11 +172,20 @@ def test_overrides_that_keep_the_parameters(files, tmp_path) -> None:
 
 BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a model too": (("--model", "tiny"), ("--model tiny and --init-from llama exclude each other",)),
-    "sizes": (("--model-overrides.layers", "3"), ("--model-overrides.layers would change the parameters of --init-from",)),
+    "sizes": (
+        ("--model-overrides.layers", "3"),
+        ("--model-overrides.layers would change the parameters of --init-from",),
+    ),
     "another form": (("--model-overrides.qk-norm", "head"), ("--model-overrides.qk-norm would change the parameters",)),
-    "vocabulary": (("--model-overrides.vocab", "400"), ("--model-overrides.vocab: with --init-from", "--resize-vocab 400")),
+    "vocabulary": (
+        ("--model-overrides.vocab", "400"),
+        ("--model-overrides.vocab: with --init-from", "--resize-vocab 400"),
+    ),
     "another family": (("--model-overrides.family", "gpt2"), ("--model-overrides.family would change",)),
-    "no such folder": (("--init-from", "gone"), ("--init-from gone is no folder: give a folder that transformers wrote",)),
+    "no such folder": (
+        ("--init-from", "gone"),
+        ("--init-from gone is no folder: give a folder that transformers wrote",),
+    ),
     "no model in it": (("--init-from", "larger"), ("--init-from larger has no config.json",)),
     "no tokenizer": (("--init-from", "bare"), ("--init-from bare has no tokenizer.json: name one by --tokenizer",)),
     "no weights": (("--init-from", "hollow"), ("hollow",)),
