@@ -159,8 +159,8 @@ def load_run(
     if is_hf_folder(path):
         if weights != "params":
             raise UserError(f"--weights {weights}: {path} is a Hugging Face folder, which holds one set of weights")
-        saved = next(iter(files.tensors_of(Path(path)).values()), None)
-        as_saved = None if saved is None else files.DTYPES.get(saved.code)
+        first = next(iter(files.tensors_of(Path(path)).values()), None)
+        as_saved = None if first is None else files.DTYPES.get(first.code)
         model, params = load_hf(path, dtype=dtype or as_saved, device=device)
         return model, params, load_tokenizer(path), Path(path)
     folder = checkpoint.resolve(path)

@@ -20,10 +20,8 @@ from fmegatron.data import TokenDataset, eval_batches
 from fmegatron.errors import UserError
 from fmegatron.job_model import (
     export_problem,
-    hf_changes,
     ignored_fields,
     model_config,
-    pretrained_config,
     remat_policy,
 )
 from fmegatron.job_optim import make_loss_scaling, make_optimizer
@@ -169,17 +167,14 @@ def initial_state(config: TrainConfig, run: Run) -> TrainState:
 def load_pretrained(config: TrainConfig, run: Run) -> Any:
     """The parameters of --init-from. Raises UserError for a folder whose tensors are not those of its config.json."""
     assert config.init_from is not None
-    sizes = run.model.config
-    changes = hf_changes(config, pretrained_config(config), sizes)
     _, params = load_hf(
         config.init_from,
         sh=run.sh,
         device=run.setup.device,
-        vocab=sizes.vocab,
+        vocab=run.model.config.vocab,
         seed=config.seed,
         ignore_fields=ignored_fields(config),
-        **changes,
-    )
+    )  # without the overrides, none of which changes a parameter
     return params
 
 

@@ -66,12 +66,6 @@ def resumed_model(config: TrainConfig, saved: DecoderConfig, where: str) -> Deco
     return wanted
 
 
-def hf_changes(config: TrainConfig, base: DecoderConfig, sizes: DecoderConfig) -> dict[str, Any]:
-    """The fields in which a run's model differs from that of its Hugging Face folder, for `load_hf`."""
-    fields = [f.name for f in dataclasses.fields(base) if f.name not in ("vocab", "family")]
-    return {n: getattr(sizes, n) for n in fields if getattr(sizes, n) != getattr(base, n)}
-
-
 def pretrained_config(config: TrainConfig) -> DecoderConfig:
     """The model of --init-from with its vocabulary as asked, before any override."""
     assert config.init_from is not None

@@ -103,7 +103,7 @@ def _update(config: TrainConfig, spec: Any) -> Optimizer:
     common: dict[str, Any] = {"weight_decay": _decays(o, spec), "lr_scale": scale}
     if config.precision.moments is not None:
         common["moments"] = dtype_of(config.precision.moments)
-    adam = {"betas": (o.beta1, o.beta2), "eps": o.eps}
+    adam: dict[str, Any] = {"betas": (o.beta1, o.beta2), "eps": o.eps}
     if o.name in ADAMS:
         return ADAMS[o.name](rate, **adam, **common)
     if o.name == "lion":

@@ -162,7 +162,8 @@ def first_sizes(config: TrainConfig, begun: checkpoint.Info | None) -> DecoderCo
 def check_same_model(config: TrainConfig, begun: checkpoint.Info) -> DecoderConfig:
     """The sizes of the run's model. Raises UserError when the settings ask for others than the checkpoint holds."""
     path = Path(config.out) / SETTINGS
-    if path.exists() and (source := load_config(TrainConfig, path).init_from) != config.init_from:
+    source = load_config(TrainConfig, path).init_from if path.exists() else config.init_from
+    if _absolute(source) != _absolute(config.init_from):
         began = f"began from --init-from {source}" if source else "did not begin from a Hugging Face folder"
         raise UserError(f"--init-from {config.init_from}: the run in --out {config.out} {began}: leave --init-from out")
     wanted = resumed_model(config, config_from_dict(begun.meta["model"]), str(begun.path))
@@ -172,6 +173,10 @@ def check_same_model(config: TrainConfig, begun: checkpoint.Info) -> DecoderConf
             f"--precision.params {config.precision.params}: {begun.path} holds {dtype}; leave it out or name another --out"
         )
     return wanted
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else os.path.abspath(path)
 
 
 def check_same_optimizer(config: TrainConfig, begun: checkpoint.Info, setup: job.Setup) -> None:

@@ -98,6 +98,15 @@ NORMS = {
     "norm2": HFTensor("pre_feedforward_layernorm.weight", "embed"),
     "norm2_post": HFTensor("post_feedforward_layernorm.weight", "embed"),
 }
+# what transformers takes for fields that a config.json leaves out
+DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+DEFAULTS_OF_2 = {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+DEFAULTS_OF_3 = {"max_position_embeddings": 131072}
 USED = (
     *SIZES,
     "hidden_act",
@@ -124,22 +133,22 @@ def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> De
     third = hf["model_type"] == "gemma3_text"
     used, only = (USED_BY_3, NEUTRAL_IN_3) if third else (USED_BY_2, {})
     check_fields(hf, used=(*USED, *used), only=only, ignore=ignore)
+    hf = {**DEFAULTS, **(DEFAULTS_OF_3 if third else DEFAULTS_OF_2), **hf}
     every = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6 if third else 2
     default = [
         "full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(hf["num_hidden_layers"])
     ]
     biases = bool(hf.get("attention_bias"))
-    # old files of Gemma 2 have both, and transformers reads the first
-    named = {"hidden_activation": "gelu_pytorch_tanh", **hf}
-    activation = gated_activation(named, "hidden_activation")
+    # old files of Gemma 2 have hidden_act as well, which transformers does not read
+    activation = gated_activation(hf, "hidden_activation")
     return DecoderConfig(
-        **{**COMMON, **sizes_from_hf({"head_dim": 256, **hf}, tied=True), "activation": activation},
+        **{**COMMON, **sizes_from_hf(hf, tied=True), "activation": activation},
         **(_two_ropes(hf) if third else rope_from_hf(hf)),
-        **windows_from_hf({"sliding_window": 4096, **hf}, default),
+        **windows_from_hf(hf, default),
         embed_scale=math.sqrt(hf["hidden_size"]),
-        attention_scale=hf.get("query_pre_attn_scalar", 256) ** -0.5,
-        attention_softcap=None if third else hf.get("attn_logit_softcapping", 50.0),
-        logit_softcap=hf.get("final_logit_softcapping", None if third else 30.0),
+        attention_scale=hf["query_pre_attn_scalar"] ** -0.5,
+        attention_softcap=hf.get("attn_logit_softcapping"),
+        logit_softcap=hf.get("final_logit_softcapping"),
         qk_norm="head" if third else None,
         qkv_bias=biases,
         out_bias=biases,

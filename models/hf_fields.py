@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -193,7 +194,7 @@ def rope_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The fields of config.json for the rotary positions, in both spellings: transformers 4 reads rope_theta and
     rope_scaling, 5 reads rope_parameters."""
     table = scaling_to_hf(config.rope_scaling)
-    partial = {} if config.rope_dim is None else {"partial_rotary_factor": config.rope_dim / config.head}
+    partial = {} if config.rope_dim is None else {"partial_rotary_factor": _share(config.rope_dim, config.head)}
     scaled = table if config.rope_scaling is not None else None
     return {
         "rope_theta": config.rope_base,
@@ -201,6 +202,12 @@ def rope_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "rope_parameters": {**table, "rope_theta": config.rope_base, **partial},
         **partial,
     }
+
+
+def _share(part: int, whole: int) -> float:
+    """part / whole, so that int(whole · it) is part again: the quotient alone may round down."""
+    share = part / whole
+    return share if int(whole * share) == part else math.nextafter(share, math.inf)
 
 
 def scaling_to_hf(scaling: Any) -> dict[str, Any]:

@@ -34,6 +34,8 @@ MISTRAL: dict[str, DecoderConfig] = {
         max_seq=131072,
     ),
 }
+# what transformers takes for fields that a config.json leaves out
+DEFAULTS = {"sliding_window": 4096, "max_position_embeddings": 131072}
 
 
 def hf_map(config: DecoderConfig, spec: Any) -> dict[str, HFTensor]:
@@ -44,11 +46,12 @@ def hf_map(config: DecoderConfig, spec: Any) -> dict[str, HFTensor]:
 def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> DecoderConfig:
     """The model in a config.json. Raises UserError, by name, for a field that would be ignored."""
     check_fields(hf, used=(*SIZES, "hidden_act", "sliding_window"), ignore=ignore)
+    hf = {**DEFAULTS, **hf}
     return DecoderConfig(
         **sizes_from_hf(hf),
         **rope_from_hf(hf),
         activation=gated_activation(hf, "hidden_act"),
-        window=hf.get("sliding_window"),
+        window=hf["sliding_window"],
     )
 
 

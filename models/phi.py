@@ -53,6 +53,7 @@ def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> De
     used = (*SIZES, "hidden_act", "sliding_window", "original_max_position_embeddings")
     neutral = {"attention_bias": (False,), "mlp_bias": (False,)}
     check_fields(hf, used=used, only=neutral, ignore=ignore)
+    hf = {"max_position_embeddings": 4096, **hf}  # what transformers takes where it is left out
     return DecoderConfig(
         **sizes_from_hf(hf, eps=1e-5),
         **rope_from_hf(hf),

@@ -50,6 +50,8 @@ QWEN: dict[str, DecoderConfig] = {
     "qwen3-32b": _qwen3(5120, 64, 64, 25600),
 }
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# what transformers takes for fields that a config.json leaves out
+DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32768}
 WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
@@ -63,8 +65,9 @@ def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> De
     third = hf["model_type"] == "qwen3"
     used = (*SIZES, *WINDOWS, "hidden_act", *(("attention_bias",) if third else ()))
     check_fields(hf, used=used, ignore=ignore)
-    layers, first = hf["num_hidden_layers"], hf.get("max_window_layers", 28)
-    default = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    hf = {**DEFAULTS, **hf}
+    first = hf["max_window_layers"]
+    default = ["sliding_attention" if i >= first else "full_attention" for i in range(hf["num_hidden_layers"])]
     windows = windows_from_hf(hf, default) if hf.get("use_sliding_window") else {}
     biases = bool(hf.get("attention_bias"))
     head = {} if hf.get("head_dim") or not third else {"head": 128}  # what transformers takes where there is none

@@ -63,7 +63,7 @@ SIZES: dict[str, Any] = dict(
     pad_token_id=None,
 )
 GPT: dict[str, Any] = dict(
-    vocab_size=102, n_embd=24, n_layer=3, n_head=6, n_positions=40, bos_token_id=None, eos_token_id=None
+    vocab_size=102, n_embd=24, n_layer=2, n_head=6, n_positions=40, bos_token_id=None, eos_token_id=None
 )
 GEMMA: dict[str, Any] = dict(sliding_window=5, query_pre_attn_scalar=23, num_hidden_layers=3)
 
@@ -140,8 +140,10 @@ CASES: dict[str, Case] = {
         **{**GEMMA, **kinds("fww")},
     ),
     "phi3-partial-window": _case("phi3", sliding_window=5, head_dim=12, **rope("default", partial_rotary_factor=0.5)),
-    "phi3-long": _case("phi3", head_dim=4, tie_word_embeddings=True, **long_rope(3, 2)),
-    "phi3-long-partial": _case("phi3", head_dim=8, hidden_size=48, **long_rope(3, 2, partial_rotary_factor=0.5)),
+    "phi3-long": _case("phi3", head_dim=4, max_position_embeddings=12, tie_word_embeddings=True, **long_rope(3, 2)),
+    "phi3-long-partial": _case(
+        "phi3", head_dim=8, hidden_size=48, max_position_embeddings=12, **long_rope(3, 2, partial_rotary_factor=0.5)
+    ),
     "phi3-short": _case("phi3", head_dim=4, **long_rope(32, 2)),
     "olmo2": _case("olmo2", **rope("default")),
     "olmo2-tied-biases": _case("olmo2", tie_word_embeddings=True, attention_bias=True, **rope("linear", factor=3.0)),

@@ -1,22 +1,25 @@
 """Every family against transformers (tests/families.py has the cases and the checks), and the dense families' presets."""
 
 import dataclasses
+import importlib
 
 import pytest
 import torch
+import transformers
 
 from fmegatron import tree
 from fmegatron.checking import check, infer_over
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.mesh import make_mesh
-from fmegatron.models import PRESETS, Decoder, gemma, hf
+from fmegatron.models import PRESETS, Decoder, DecoderConfig, gemma, hf, phi
 from fmegatron.rules import standard_rules
 from fmegatron.spec import count, params_of
 from tests import families
 from tests.families import BETWEEN_LAYOUTS, BOUND, CASES, DOUBLE, SINGLE
 
 torch.set_num_threads(1)
+SIZES_ALONE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 every_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -51,10 +54,16 @@ def test_two_tensor_parallel_ranks_compute_the_same(name):
 
 @pytest.mark.parametrize(
     ("name", "axes", "packed"),
-    [("gpt2", "cp=2", True), ("gemma2", "cp=2,tp=2", False), ("gemma3-cap-biases-tied", "cp=2", True)],
+    [
+        ("gpt2", "cp=2", True),
+        ("gemma2", "cp=2,tp=2", False),
+        ("gemma3-cap-biases-tied", "cp=2", True),
+        ("llama-dynamic", "cp=2", False),
+    ],
 )
 def test_context_parallel_ranks_compute_the_same(name, axes, packed):
-    """Windows that reach over the cut beside full layers, two rotary tables, learned positions."""
+    """Windows that reach over the cut beside full layers, two rotary tables, learned positions, a table made for the
+    length of the whole text."""
     assert families.layout_error(name, axes, packed=packed) <= BETWEEN_LAYOUTS
 
 
@@ -109,6 +118,26 @@ def test_compiled_blocks_are_one_graph_for_each_kind_of_layer(name):
 
 
 # ------------------------------------------------------------------------------------------------ what differs alone
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_fields_left_out_mean_what_transformers_takes(family, tmp_path):
+    sizes = {"n_embd": 24, "n_layer": 2, "n_head": 6}
+    if family != "gpt2":
+        sizes = {n: families.SIZES[n] for n in SIZES_ALONE} | {"num_hidden_layers": 31}
+    if family.startswith("qwen"):
+        sizes["use_sliding_window"] = True
+    given = {"vocab_size": 102, "pad_token_id": None, **sizes}
+    transformers.AutoConfig.for_model(family, **given).save_pretrained(tmp_path)
+    config_from_hf = importlib.import_module(hf.FAMILIES[family]).config_from_hf
+    assert config_from_hf({"model_type": family, **given}) == config_from_hf(hf.read_config(tmp_path))
+
+
+@pytest.mark.parametrize("head", [10, 44, 47, 49, 67, 80, 96, 128, 256])
+def test_every_number_of_turned_features_can_be_written(head):
+    for dim in range(2, head, 2):
+        config = DecoderConfig(vocab=8, embed=8, layers=1, heads=1, head=head, mlp=8, family="phi3", rope_dim=dim)
+        assert phi.config_from_hf(phi.config_to_hf(config)).rope_dim == dim
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "olmo2"])

@@ -306,6 +306,8 @@ def test_state_dtypes():
         None,
     ]
     assert adamw(0.1, moments=torch.bfloat16).init(params)["v"]["b"].dtype == torch.bfloat16
+    pair = adam(0.1, moments=(torch.bfloat16, torch.float64)).init(params)
+    assert pair["m"]["b"].dtype == torch.bfloat16 and pair["v"]["b"].dtype == torch.float64
     assert sgd(0.1).init(params) == {"count": 0}
     grads = {k: torch.ones(2, dtype=v.dtype) if v.is_floating_point() else None for k, v in params.items()}
     new, _, _ = adamw(0.1).update(params, grads, state)

@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from fmegatron import tree
+from fmegatron.checkpoint import load, save
 from fmegatron.optim import (
     adafactor,
     adamw,
@@ -20,7 +21,7 @@ from fmegatron.optim import (
     with_stochastic_rounding,
 )
 from fmegatron.spec import Param
-from tests.optim_trees import made, ours, placed
+from tests.optim_trees import close, made, ours, placed
 from tests.processes import processes
 
 R, S = Replicate(), Shard
@@ -78,6 +79,30 @@ def worst(name, layout, donate):
         )
 
     return apart(p, want), apart(ema_params(s), ema_params(state))
+
+
+def saved(folder, name, layout):
+    """Save the state after an update, from four ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    by = {"embed": (S(0), R), "layers": dict.fromkeys(range(3), LAYOUTS[layout])}
+    optimizer = optimizers()[name]
+    p = placed(values(0), mesh, by)
+    p, _, s = optimizer.update(p, placed(values(1), mesh, by), optimizer.init(p))
+    save(folder, {"params": p, "opt": s}, step=1)
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_a_checkpoint_of_four_ranks_goes_on_alone(name, tmp_path):
+    """Rows and columns of sharded matrices, and leaves of several optimizers, come back whole under their own names."""
+    processes(4).run(saved, str(tmp_path), name, 0)
+    optimizer = optimizers()[name]
+    found = load(tmp_path, {"params": values(0), "opt": optimizer.init(values(0))})
+    params, state = ours(optimizer, values(0), [values(1)])
+    close((found["params"], found["opt"]), (params, state), 1e-12)
+    want, _, _ = optimizer.update(params, values(2), state)
+    got, _, _ = optimizer.update(found["params"], values(2), found["opt"])
+    close(got, want, 1e-12)
 
 
 @pytest.mark.xdist_group("gloo")

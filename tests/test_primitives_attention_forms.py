@@ -542,3 +542,18 @@ def test_bad_forms():
     ):
         with pytest.raises(UserError, match=says):
             attention(q, k, v, **given)
+
+
+@pytest.mark.parametrize("form", [{}, {"window": 3}, {"segments": torch.tensor([[0, 0, 1, 1, 1, 2]])}])
+def test_compiled_code_runs_the_fast_backward(form, monkeypatch):
+    """The kernel, not the plain blocks, which are for what it cannot do (compiled code hands zeros for lse's gradient)."""
+    torch._dynamo.reset()
+    q, k = torch.randn(1, 6, 2, 2, 4, dtype=DOUBLE), torch.randn(1, 6, 2, 4, dtype=DOUBLE)
+    leaves = [t.requires_grad_() for t in (q, k, torch.randn_like(k))]
+    g = torch.randn_like(q)
+    want = torch.autograd.grad(attention(*leaves, **form), leaves, g)
+    monkeypatch.setattr(blocks, "backward", lambda *args: pytest.fail("plain blocks"))
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, **form), backend="aot_eager", fullgraph=True)
+    got = torch.autograd.grad(compiled(*leaves), leaves, g)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

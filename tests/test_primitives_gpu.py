@@ -92,7 +92,9 @@ def test_forms_of_attention(dtype, queries, keys, head, mask, window, softcap, s
     g = torch.randn_like(ours)
     got, want = torch.autograd.grad(ours, args, g), torch.autograd.grad(theirs, exact, g.double())
     # With one key, the gradient of its score is the small difference of go v and go o, and o is rounded.
-    near([ours, *got], [theirs, *want], dtype, slack=5 if window == 1 else 1)
+    slack = 5 if window == 1 else 1
+    near([ours, *got[:3]], [theirs, *want[:3]], dtype, slack)
+    near(got[3:], want[3:], dtype, max(slack, 3))  # the sinks': a small difference of large sums
 
 
 def test_second_derivatives_of_forms():

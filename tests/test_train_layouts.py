@@ -80,6 +80,35 @@ def test_microbatches_change_nothing_with_dropout(tmp_path, corpus) -> None:
     assert abs(losses(without)[0] / found[0][0] - 1) > 1e-6  # dropout does something
 
 
+# with 3 kv heads where the family has them, so that tp=2 divides the group and not the kv heads
+FAMILIES = {
+    "gpt2-tiny": ("--model-overrides.kv-heads", "6"),
+    "llama3.2-1b": (),
+    "mistral-7b-v0.1": ("--model-overrides.window", "5"),
+    "qwen2.5-0.5b": (),
+    "qwen3-0.6b": (),
+    "gemma2-2b": ("--model-overrides.window", "5"),
+    "gemma3-1b": ("--model-overrides.window", "5", "--model-overrides.layers", "6"),
+    "phi3-mini": ("--model-overrides.window", "5"),
+    "olmo2-1b": (),
+}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(n, marks=pytest.mark.slow if n != "gpt2-tiny" else ()) for n in FAMILIES]
+)
+def test_every_family_on_a_mesh_equals_one_process(tmp_path, corpus, family) -> None:
+    """Tensor and sequence parallel, and stored over the data ranks, in float64."""
+    sizes = ("--model-overrides.heads", "6", "--model-overrides.kv-heads", "3", "--model-overrides.vocab", "320")
+    given = ("--model", family, *ONE, *sizes, "--model-overrides.init-std", "0.1", *FAMILIES[family])
+    found = []
+    for world, mesh in ((1, ()), (4, LAYOUTS["sp and store dp"])):
+        out = tmp_path / str(world)
+        assert on(world, flags(corpus, out, *given, *mesh, steps=4, precision_params="float64")) == 0
+        found.append(losses(out))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["fmegatron train --nproc 4", "torchrun"])
 def test_twenty_steps_of_the_true_commands(tmp_path, corpus, reference, command) -> None:

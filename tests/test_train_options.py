@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fmegatron import checkpoint, cli, job, train, tree
+from fmegatron import checkpoint, cli, job, optim, train, tree
 from fmegatron.context import Ctx
 from fmegatron.generate import load_run
 from fmegatron.job_model import computations
 from fmegatron.job_optim import make_schedule
 from fmegatron.models import PRESETS, Decoder, DecoderConfig
-from fmegatron.random import key
+from fmegatron.random import key, normal
 from fmegatron.sharding import Sharding
 from fmegatron.spec import init
 from fmegatron.step import TrainState
@@ -98,6 +98,15 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, corpus, name) 
     assert ended[0] == ended[1]
 
 
+def test_narrow_parameters_have_a_copy_unless_they_are_rounded_by_chance(tmp_path, corpus) -> None:
+    for name, copy in (("master copies", True), ("stochastic rounding", False)):
+        out = tmp_path / name.replace(" ", "-")
+        assert go(flags(corpus, out, *ONE, *options(*RESUMED[name]), steps=1)) == 0
+        held = checkpoint.info(out).tensors
+        assert held["params.embed"][1] == "bfloat16"
+        assert held.get("opt.master.embed", (0, None))[1] == ("float32" if copy else None)
+
+
 def test_two_ranks_equal_one(tmp_path, corpus) -> None:
     """Muon on shards, an average of the weights, rates by leaf, both losses."""
     given = options("optim.name=muon", "optim.ema=0.8", "loss.z-loss=1e-3", "optim.lr-scale=*.norm*=0.5")
@@ -173,6 +182,38 @@ def test_losses_are_those_of_a_loop_with_torch_optim(tmp_path, corpus, name) -> 
     torch.testing.assert_close(losses(out), found, rtol=1e-9, atol=0)
 
 
+def muon_of(spec: Any) -> optim.Optimizer:
+    common: dict[str, Any] = {"weight_decay": 0.1, "mask": optim.decay_mask(spec)}
+    matrices = optim.muon(0.01, spec=spec, adjust_lr="match_rms_adamw", **common)
+    return optim.partition(optim.muon_labels(spec), {"muon": matrices, "adamw": optim.adamw(3e-3, **common)})
+
+
+MADE: dict[str, Any] = {
+    "lion": lambda spec: optim.lion(3e-4, betas=(0.9, 0.99), weight_decay=0.1, mask=optim.decay_mask(spec)),
+    "adafactor": lambda spec: optim.adafactor(
+        3e-3, beta1=0.9, weight_decay=0.1, mask=optim.decay_mask(spec), spec=spec
+    ),
+    "muon": muon_of,
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_settings_reach_the_optimizers_that_torch_lacks(name) -> None:
+    """Two updates are those of the optimizer called with the numbers themselves."""
+    given = options(*RESUMED[name], "optim.schedule=constant", "optim.warmup=0", "optim.clip=0")
+    config = cli.parse_train(flags("-", "-", *ONE, "--model-overrides.vocab", "64", *given))
+    run = job.make_run(config, job.model_config(config, None), job.make_setup(config, torch.device("cpu"), 1))
+    found = []
+    for optimizer in (run.optimizer, MADE[name](run.spec)):
+        params = init(run.spec, key(0))
+        state = optimizer.init(params)
+        for seed in (1, 2):
+            grads = tree.tree_map(lambda p, s=seed: normal(key(s), p.shape), params)
+            params, _, state = optimizer.update(params, grads, state)
+        found.append(tree.named(params))
+    assert all(torch.equal(found[0][path], found[1][path]) for path in found[0])
+
+
 def test_evaluations_are_the_plain_cross_entropy(tmp_path, corpus) -> None:
     plain, extra = tmp_path / "plain", tmp_path / "extra"
     common = dict(steps=1, optim_lr="1e-30")
@@ -232,10 +273,13 @@ def test_steps_that_overflow_are_skipped(tmp_path, corpus) -> None:
     assert go(flags(corpus, out, *ONE, *given, steps=110, optim_schedule="linear")) == 0
     steps = [row for row in rows(out) if "loss_scale" in row]
     skipped = [row["skipped"] for row in steps]
-    assert skipped == sorted(skipped, reverse=True) and 40 < sum(skipped) < 100
+    assert all(skipped[:40]) and not any(skipped[-5:]) and 40 < sum(skipped) < 100
     for before, after in zip(steps, steps[1:], strict=False):
         assert after["loss_scale"] == pytest.approx(before["loss_scale"] * (0.5 if before["skipped"] else 1))
-        assert (after["lr"] == before["lr"]) == bool(before["skipped"])
+    for i, row in enumerate(steps):
+        updates = i - sum(skipped[:i])
+        expected = 3e-3 * ((updates + 1) / 2 if updates < 2 else (110 - updates) / 108)
+        assert row["lr"] == pytest.approx(expected)
     text = (out / "log.txt").read_text()
     assert "products float16, loss scale 1e+30" in text and "skipped" in text
     assert steps[-1]["loss"] < steps[0]["loss"]
@@ -445,3 +489,25 @@ def test_debug_of_a_run_with_a_loss_scale(tmp_path, corpus) -> None:
     assert go(flags(corpus, out, *ONE, *given, "--debug", steps=20)) == 1
     found = (out / "log.txt").read_text().split("--debug: step 8: ")[1]
     assert " of finite inputs of shapes [" in found and "gave values that are not finite" in found
+
+
+# ---------------------------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("preset", ["tiny", "gpt2-tiny", "gemma2-2b", "olmo2-1b"])
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_training_on_a_gpu(tmp_path, corpus, preset, compute) -> None:
+    """Half precision of either kind starts at the loss of float32 and comes down with it; a resume restores it."""
+    sizes = ("--model-overrides.kv-heads", "4", "--model-overrides.vocab", "320", "--model-overrides.head", "16")
+    given = ("--model", preset, *sizes, "--precision.compute", compute, "--device", "cuda", "--optim.name", "muon")
+    out, plain = tmp_path / "run", tmp_path / "plain"
+    common = dict(steps=8, optim_ema=0.9)
+    assert cli.main(["train", *flags(corpus, out, *given, **common)]) == 0
+    assert cli.main(["train", "--out", str(out), "--resume", "--steps", "12"]) == 0
+    assert cli.main(["train", *flags(corpus, plain, *given, "--precision.compute", "float32", **common)]) == 0
+    for ours, theirs in zip(losses(out), losses(plain), strict=False):
+        assert ours == pytest.approx(theirs, rel=0.02)
+    assert losses(out)[-1] < losses(out)[0] - 0.2
+    assert ("loss_scale" in rows(out)[-2]) == (compute == "float16")

@@ -6,6 +6,7 @@ operations under torch.func and where no kernel runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ class Work:
 
     columns: {name of a tree: its leaves}. rows: the leaves that have a gradient. written: the trees that change.
     local: {name: {row: the local shard that is read, and overwritten if the tree is in `written`}}.
-    new: {name: leaves after the update}, filled in place. paths: the leaves' dotted names.
+    new: {name: leaves after the update}, filled in place. params: the tree of parameters.
     """
 
     columns: dict[str, list[Any]]
@@ -40,8 +41,13 @@ class Work:
     written: tuple[str, ...]
     local: dict[str, dict[int, Tensor]]
     new: dict[str, list[Any]]
-    paths: list[str]
+    params: Any
     rounding: Rounding | None
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """The leaves' dotted names."""
+        return tree.paths(self.params)
 
     def store(self, name: str, row: int, value: Tensor, target: Tensor | None = None, start: int = 0) -> None:
         """Write a value into a leaf, or into `target`, the flat piece of it from `start` on, rounding as asked."""
@@ -96,7 +102,7 @@ def opened(trees: dict[str, Any], written: Sequence[str], donate: bool, rounding
                 local[n] = {i: x.clone() for i, x in local[n].items()}
             for i, x in local[n].items():
                 new[n][i] = holder_of(x, columns[n][i])
-    return Work(columns, rows, written, local, new, tree.paths(trees["params"]), rounding)
+    return Work(columns, rows, written, local, new, trees["params"], rounding)
 
 
 def apply(

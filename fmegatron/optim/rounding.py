@@ -134,7 +134,7 @@ def with_stochastic_rounding(optimizer: Optimizer, seed: int | Key, *, compile: 
 
     Updates are computed in float32 as always. The random bits come from the seed (or key), the number of updates made,
     the leaf's name and the global position, so any layout and any resumed run rounds alike. compile: on a GPU draw the
-    bits by a compiled kernel, which takes seconds once and makes an update 20 times faster, bitwise the same. State: that of `optimizer`,
+    bits by a compiled kernel, which takes seconds once and makes an update some 15 times faster, bitwise the same. State: that of `optimizer`,
     and "rounded", the number of updates. Raises `UserError` where no piece of `optimizer` writes parameters that it
     could round, as a user's own piece.
     """

@@ -3,6 +3,10 @@ every mask and form on every device, and all that is differentiable twice.
 
 With z = scale q kᵀ, the scores are s = z, or softcap tanh(z / softcap), and masked; p = exp(s - lse). A learned sink
 is in lse alone (see `sinks`), so that nothing here knows of it but by `lse`.
+
+In half precision on CUDA the products take half operands and give float32, as the flash kernels' do: tensor cores take
+nothing wider without loss. Scores and all sums are float32; probabilities and the gradients of scores are rounded to
+the half dtype for their products alone. Memory bounds the rest, so that each pass over the scores counts.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ WINDOW_ROWS = 64  # least queries a block where there is a window
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
     """(o, lse)"""
+    if _halves(q):
+        return _half_forward(q, k, v, mask, scale, softcap)
     o, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
     kw, vw = k.to(wide(q.dtype)), v.to(wide(q.dtype))
     for rows, columns in _blocks(q, mask):
@@ -56,6 +62,8 @@ def backward(
     glse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gq, gk, gv)"""
+    if _halves(q):
+        return _half_backward(q, k, v, mask, scale, softcap, o, lse, go, glse)
     dtype = wide(q.dtype)
     gq = torch.zeros_like(q, memory_format=torch.contiguous_format)
     kw, vw = k.to(dtype), v.to(dtype)
@@ -78,6 +86,108 @@ def backward(
         gq[:, rows] = torch.einsum("bngqk,bknh->bqngh", gz, kw[:, columns]).to(q.dtype)
         gk[:, columns] += torch.einsum("bngqk,bqngh->bknh", gz, qw)
     return gq, gk.to(k.dtype), gv.to(v.dtype)
+
+
+def _halves(q: Tensor) -> bool:
+    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _half_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """`forward` with products of halves. Scores are counted in soft caps, if there is one: one pass less."""
+    o, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    kh, vh = _by_head(k), _by_head(v)
+    unit = 1.0 if softcap is None else softcap
+    for rows, columns in _blocks(q, mask):
+        if columns.start == columns.stop:
+            o[:, rows], lse[:, rows] = 0, -torch.inf
+            continue
+        by_query = o[:, rows].transpose(1, 2).shape  # [batch kv q group head]
+        s = _half_scores(_by_query(q[:, rows]), kh[:, columns], scale, softcap)
+        _hide_within(s.view(*by_query[:-1], -1), mask, rows, columns, -torch.inf)
+        top = finite(s.amax(-1, keepdim=True)).mul_(unit)
+        p = torch.add(-top, s, alpha=unit, out=s).exp_()
+        total = p.sum(-1, keepdim=True)
+        lse[:, rows] = (total.log() + top).view(by_query[:-1]).transpose(1, 2)
+        mean = _product(p.to(q.dtype), vh[:, columns]).div_(total.clamp_(min=1))  # as in `forward`
+        o[:, rows] = mean.view(by_query).transpose(1, 2)
+    return o, lse
+
+
+def _half_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    softcap: float | None,
+    o: Tensor,
+    lse: Tensor,
+    go: Tensor,
+    glse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward` with products of halves: four passes over the scores between them, and two more with a soft cap."""
+    gq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    kh, vh = _by_head(k), _by_head(v)
+    gk, gv = (torch.zeros_like(t, dtype=torch.float32) for t in (kh, vh))
+    unit = 1.0 if softcap is None else softcap
+    for rows, columns in _blocks(q, mask):
+        if columns.start == columns.stop:
+            continue
+        by_query = gq[:, rows].transpose(1, 2).shape  # [batch kv q group head]
+        qr, gor, kc, vc = _by_query(q[:, rows]), _by_query(go[:, rows]), kh[:, columns], vh[:, columns]
+        above = shift(o[:, rows], go[:, rows], None if glse is None else glse[:, rows])
+        t = _half_scores(qr, kc, scale, softcap)
+        s = t if softcap is None else torch.empty_like(t)
+        torch.add(-_by_query(finite(lse[:, rows])[..., None]), t, alpha=unit, out=s)
+        p = torch.exp(s, out=torch.empty_like(s, dtype=q.dtype))
+        _hide_within(p.view(*by_query[:-1], -1), mask, rows, columns, 0)  # here, where an element is of two bytes
+        _product(p.mT, gor, out=gv[:, columns], add=True)
+        gs = _product(gor, vc.mT, out=s).sub_(_by_query(above[..., None]))
+        if softcap is None:
+            gz = torch.mul(gs, p, out=p)
+        else:
+            gz = torch.ops.aten.tanh_backward.grad_input(gs.mul_(p), t, grad_input=p)
+        _product(gz.mT, qr, scale, out=gk[:, columns], add=True)
+        gq[:, rows] = _product(gz, kc, scale).view(by_query).transpose(1, 2)
+    gk, gv = (g.unflatten(0, (k.shape[0], k.shape[2])).transpose(1, 2) for g in (gk, gv))
+    return gq, gk.to(k.dtype).contiguous(), gv.to(v.dtype).contiguous()
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[batch seq kv …] -> [batch·kv seq …]"""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _by_query(x: Tensor) -> Tensor:
+    """[batch seq kv group head] -> [batch·kv seq·group head]: a matrix for each head of the keys."""
+    return _by_head(x).flatten(1, 2)
+
+
+def _half_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """z, or with a soft cap tanh(z / softcap): float32[batch·kv q·group k]."""
+    if softcap is None:
+        return _product(q, k.mT, scale)
+    return _product(q, k.mT, scale / softcap).tanh_()
+
+
+def _product(a: Tensor, b: Tensor, scale: float = 1, *, out: Tensor | None = None, add: bool = False) -> Tensor:
+    """scale a b, in float32, of matrices in half precision; add: to what `out` holds."""
+    if out is None:
+        out = torch.empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32, device=a.device)
+    return torch.baddbmm(out, a, b, out_dtype=torch.float32, beta=int(add), alpha=scale, out=out)
+
+
+def _hide_within(s: Tensor, mask: Mask, rows: slice, columns: slice, value: float) -> None:
+    """`value`, in place, where a key is not seen: s[batch kv q group k]. By order alone, the keys that the first query
+    sees are left out, since all queries see them."""
+    start = columns.start
+    if mask.plain:
+        start = min(max(start, rows.start + mask.keys - mask.queries + 1), columns.stop)
+    seen = mask.seen(rows, slice(start, columns.stop), s.device)
+    if seen is not None:
+        s[..., start - columns.start :].masked_fill_(~seen[:, None, :, None], value)
 
 
 def second_order(

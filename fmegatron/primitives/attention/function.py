@@ -44,6 +44,10 @@ class Attention(Function):
         if go is None and glse is None:
             return (None,) * 15
         go = torch.zeros_like(o) if go is None else go
+        if torch.compiler.is_compiling() and not graph_wanted():
+            # Compiled code gives zeros for a gradient that there is not. Nobody outside gets lse, so that only the
+            # graph of a backward can make one.
+            glse = None
         args = *tensors, o, lse, go, glse, *ctx.form
         if graph_wanted():
             grads = apply_function(AttentionBackward, *args)
