@@ -322,7 +322,7 @@ def abstract_tables(rules: Rules) -> list[tuple[Mesh, Rules]]:
         second["batch"] = (own["batch"], *experts)
     tables = [first, second] if starred or experts else [first]
     return [
-        (Mesh(sizes, {a: (a,) for a in sizes}, tuple(sizes), "cpu", False), replace(rules, compute=table, store=()))
+        (Mesh(sizes, {a: (a,) for a in sizes}, tuple(sizes), "cpu", False), replace(rules, compute=table, store=(), store_optimizer=()))
         for table in tables
     ]
 

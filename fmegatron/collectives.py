@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from fmegatron.errors import ShardingError, UserError
 from fmegatron.function import apply_function
 from fmegatron.mesh import Mesh
+from fmegatron.recording import note_collective
 from fmegatron.simulation import lift
 
 DUAL = {
@@ -134,6 +135,7 @@ def all_reduce(x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...], op: str = "su
     if not mesh.live(axes):
         return x
     x = lift(x, mesh.world) if mesh.simulated else x
+    note_collective("all-reduce", mesh.sorted(axes), mesh.size(axes), x)
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, mesh.group(axes)))
 
 
@@ -149,6 +151,7 @@ def run_step(x: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
             x = _my_part(x, mesh, dim, held)
         return x
     group = mesh.group(axes)
+    note_collective(COST[kind], axes, mesh.size(axes), x)
     if kind in ("S>R", "S>I"):
         return _join(functional.wait_tensor(_all_gather(x.contiguous()[None], 0, group)), mesh, step)
     if kind in ("P>I", "P>R"):

@@ -160,7 +160,7 @@ class PrecisionConfig:
     """Format of the optimizer's moments; None: float32, or wider parameters' own."""
     stochastic_rounding: bool = False
     """Round what the optimizer writes in bfloat16 (parameters, moments) up or down by chance, in place of a copy."""
-    loss_scale: str | None = None
+    loss_scale: float | Literal["dynamic"] | None = None
     """With float16: dynamic, or a fixed number; None: dynamic where products or parameters are in float16."""
     loss_scale_initial: float = 65536.0
     """First dynamic loss scale."""
@@ -437,6 +437,7 @@ _POSITIVE = {
     "eval.batches",
     "optim.muon_lr",
     "resize_vocab",
+    "precision.loss_scale",
     "precision.loss_scale_initial",
     "precision.loss_scale_window",
     "precision.loss_scale_hysteresis",

@@ -137,9 +137,13 @@ def continuation(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> s
     return tokenizer.decode([*prompt, *new])[len(tokenizer.decode(list(prompt))) :]
 
 
-def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """The ids of a prompt; an empty one is the end of the document before."""
-    ids = tokenizer.encode(prompt)
+def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = False) -> list[int]:
+    """The ids of a prompt; an empty one is the end of the document before.
+
+    special: with what the tokenizer puts around a text, such as a first token that a pretrained model expects; the
+    texts of `fmegatron train` have none.
+    """
+    ids = tokenizer.encode(prompt, add_special_tokens=special)
     if not ids and tokenizer.eod is None:
         raise UserError(
             "--prompt is empty and the tokenizer has no end-of-document token to start from: give some text"
@@ -219,7 +223,8 @@ def run(config: GenerateConfig) -> int:
     device = init_distributed(config.device)
     dtype = None if config.dtype is None else dtype_of(config.dtype)
     model, params, tokenizer, _ = load_run(config.checkpoint, device=device, dtype=dtype, weights=config.weights)
-    prompts = [prompt_ids(tokenizer, p) for p in config.prompt]
+    special = is_hf_folder(config.checkpoint)  # as transformers does
+    prompts = [prompt_ids(tokenizer, p, special=special) for p in config.prompt]
     options: dict[str, Any] = {
         "tokens": config.tokens,
         "temperature": config.temperature,

@@ -63,8 +63,8 @@ def make_loss_scaling(config: TrainConfig, precision: Precision) -> LossScaling 
     if not precision.needs_loss_scale:
         return None
     try:
-        if p.loss_scale not in (None, "dynamic"):
-            return static_loss_scale(float(p.loss_scale))  # type: ignore[arg-type]
+        if isinstance(p.loss_scale, float):
+            return static_loss_scale(p.loss_scale)
         return dynamic_loss_scale(
             p.loss_scale_initial,
             growth_interval=p.loss_scale_window,

@@ -193,9 +193,15 @@ def resolve_plan(
 
 
 def stored(
-    names: Sequence[str], shape: Sequence[int], own: dict[str, Type], mesh: Mesh, rules: Rules
+    names: Sequence[str],
+    shape: Sequence[int],
+    own: dict[str, Type],
+    mesh: Mesh,
+    rules: Rules,
+    tree: str = "params",
 ) -> tuple[HeldBy, HeldBy]:
     """(held in equations, held at rest) of a parameter, per dim. `own`: types by atomic axis that replace the rules'.
+    tree: "params", or "optimizer" for what the optimizer keeps of it.
 
     At rest the store axes that its dims do not use go together on the largest free dim that their product divides,
     else behind a sharded one as the inner split, else nowhere. Raises ShardingError when a size does not divide.
@@ -221,12 +227,16 @@ def stored(
                 f"{', '.join(by)}: choose a size or a mesh that divides, or a rule without these axes"
             )
     rest = list(compute)
-    extra = tuple(a for a in mesh.order if a in mesh.expand(rules.store) and a not in seen and a not in own)
-    if mesh.live(extra):
-        fits = [d for d, n in enumerate(shape) if n % mesh.size(rest[d] + extra) == 0]
-        fits.sort(key=lambda d: (bool(mesh.live(rest[d])), -shape[d]))
-        for dim in fits[:1]:
-            rest[dim] = rest[dim] + extra
+    for number, store in enumerate(rules.stores(tree)):
+        used = {a for by in rest for a in by} | set(seen) | set(own)
+        extra = tuple(a for a in mesh.order if a in mesh.expand(store) and a not in used)
+        if mesh.live(extra):
+            fits = [d for d, n in enumerate(shape) if n % mesh.size(rest[d] + extra) == 0]
+            if number:  # a later group does not go where the mesh orders its axes before those of the first
+                fits = [d for d in fits if list(rest[d] + extra) == [a for a in mesh.order if a in rest[d] + extra]]
+            fits.sort(key=lambda d: (bool(mesh.live(rest[d])), -shape[d]))
+            for dim in fits[:1]:
+                rest[dim] = rest[dim] + extra
     for name, by in zip(names, rest, strict=True):
         if list(by) != [a for a in mesh.order if a in by]:
             raise ShardingError(

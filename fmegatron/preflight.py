@@ -22,7 +22,7 @@ def check_train(config: TrainConfig) -> None:
 
 def check_settings(config: TrainConfig) -> None:
     """Raises UserError for settings of which one leaves the other without a meaning."""
-    if config.init_from is not None and config.model is not None:
+    if config.init_from is not None and config.model is not None and not config.resume:
         raise UserError(
             f"--model {config.model} and --init-from {config.init_from} exclude each other: leave one of them out"
         )
@@ -68,13 +68,6 @@ def check_precision(p: PrecisionConfig) -> None:
                     f"--precision.{name.replace('_', '-')} is for float16, and neither --precision.compute nor "
                     "--precision.params is float16: leave it out"
                 )
-    if p.loss_scale not in (None, "dynamic"):
-        try:
-            ok = 0 < float(p.loss_scale) < float("inf")
-        except ValueError:
-            ok = False
-        if not ok:
-            raise UserError(f"--precision.loss-scale {p.loss_scale} must be dynamic or a number above 0")
     if p.loss_scale_minimum > p.loss_scale_initial:
         raise UserError(
             f"--precision.loss-scale-minimum {p.loss_scale_minimum} is above --precision.loss-scale-initial "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fmegatron.errors import UserError
 from fmegatron.mesh import Axes, Mesh
 
 
@@ -14,15 +15,36 @@ class Rules:
     name is an error, never "unsharded". A name with a mark (`seq*`, `batch'`: another layout of the same dim) falls
     back on the plain name's row.
 
-    store: mesh axes that hold parameters at rest beside the compute axes (ZeRO-3/FSDP). They go together on the largest
-    free dim that they divide, else behind a sharded one as the inner split, else nowhere.
+    store: mesh axes that hold trees at rest beside the compute axes. They go together on the largest free dim of a
+    parameter that they divide, else behind a sharded one as the inner split, else nowhere. Data axes that are not among
+    them hold replicas (HSDP: "dp=2,fsdp=4" with store="fsdp").
+
+    zero: which trees `store` holds (the stages of ZeRO, Rajbhandari et al., 2020). 1: the optimizer's state; gradients
+    are added up whole and reduced once a step, to the shards that the optimizer needs, and the new parameters are
+    gathered behind the update. 2: gradients too, which are reduced behind every layer's backward, so that they are
+    never whole, but once a microbatch. 3 (FSDP): parameters too, gathered layer by layer. 0: none.
+
+    store_optimizer: further axes that hold the optimizer's state alone, such as those of the replicas of HSDP.
 
     activations: dims that the parameters need not have, so that `placements` can tell a row for them from a typo.
     """
 
     compute: Mapping[str, Axes] = field(default_factory=dict)
     store: Axes = ()
+    zero: int = 3
+    store_optimizer: Axes = ()
     activations: tuple[str, ...] = ("batch", "seq", "kvseq", "position")
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1, 2, 3):
+            raise UserError(f"zero={self.zero!r} must be 0, 1 (optimizer state), 2 (gradients) or 3 (parameters)")
+
+    def stores(self, tree: str = "params") -> tuple[Axes, ...]:
+        """The axes that hold a tree at rest beside the compute axes, in groups that are laid out one after the other:
+        that of the "optimizer" is that of the "params" cut further."""
+        if tree == "params":
+            return (self.store,) if self.zero == 3 else ()
+        return (self.store if self.zero else (), self.store_optimizer)
 
 
 def base(name: str) -> str:
@@ -30,11 +52,19 @@ def base(name: str) -> str:
     return name.rstrip("*'")
 
 
-def standard_rules(mesh: Mesh, *, sequence_parallel: bool = False, store: Axes = ()) -> Rules:
+def standard_rules(
+    mesh: Mesh,
+    *,
+    sequence_parallel: bool = False,
+    store: Axes = (),
+    zero: int | None = None,
+    store_optimizer: Axes = (),
+) -> Rules:
     """The usual table for the models of this library, of the axes that the mesh has.
 
     batch on dp, seq on cp, attention heads (kv and group), mlp and vocab on tp; with `sequence_parallel` the sequence
-    between blocks, `seq*`, lies on tp too. `store` adds axes that hold parameters at rest.
+    between blocks, `seq*`, lies on tp too. `store` adds axes that hold trees at rest, `zero` says which trees (see
+    `Rules`; None: 3). With a `zero` of 1 or more and no `store`, that is fsdp, or dp where the mesh has no fsdp.
     """
 
     def present(*names: str) -> tuple[str, ...]:
@@ -55,4 +85,6 @@ def standard_rules(mesh: Mesh, *, sequence_parallel: bool = False, store: Axes =
     }
     if sequence_parallel:
         compute["seq*"] = present("cp", "tp")
-    return Rules(compute=compute, store=store)
+    if zero and not store:
+        store = present("fsdp") or present("dp")
+    return Rules(compute=compute, store=store, zero=3 if zero is None else zero, store_optimizer=store_optimizer)

@@ -46,6 +46,8 @@ class Sharding:
     rules: on which mesh axes each dim lies. Raises ShardingError when a row names an axis that the mesh lacks.
     precision: dtypes at rest, in equations and in gradient sums.
     tape, check: belong to the transforms (`split`) and to the checking mode (`checking.check`).
+    delayed: gradients of parameters stay summands on the axes that hold no part of a parameter at rest, to be reduced
+        once behind all microbatches (`accumulate`).
     """
 
     mesh: Mesh | None = None
@@ -53,6 +55,7 @@ class Sharding:
     precision: Precision = field(default_factory=Precision)
     tape: Any = None
     check: Any = None
+    delayed: bool = False
     _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -63,15 +66,23 @@ class Sharding:
                 self.mesh.expand(row)
             except ShardingError as e:
                 raise ShardingError(f"rule {name}={row!r}: {e}") from None
-        try:
-            self.mesh.expand(self.rules.store)
-        except ShardingError as e:
-            raise ShardingError(f"store={self.rules.store!r}: {e}") from None
+        for argument in ("store", "store_optimizer"):
+            axes = getattr(self.rules, argument)
+            try:
+                self.mesh.expand(axes)
+            except ShardingError as e:
+                raise ShardingError(f"{argument}={axes!r}: {e}") from None
 
     def with_tape(self, tape: Any) -> Sharding:
         """The same sharding with the tape of one run of a block."""
         other = object.__new__(Sharding)  # without the checks of a new one: this happens for every block
         other.__dict__.update(self.__dict__, tape=tape)
+        return other
+
+    def delaying(self) -> Sharding:
+        """The same sharding with `delayed` gradients: `settle` reduces them in the end."""
+        other = object.__new__(Sharding)
+        other.__dict__.update(self.__dict__, delayed=True)
         return other
 
     # ------------------------------------------------------------------------------------------------------- equations
@@ -222,7 +233,7 @@ class Sharding:
         compute = self.compute_dtype(param)
         if self.mesh is None:
             return w.to(compute)
-        steps, _, target = self._plan(("use", param), self._plan_use, param)
+        steps, _, target = self._uses(param)
         with self._unchecked():
             if steps:
                 y = apply_function(Move, w, self.mesh, steps, (compute, None, self.reduce_dtype(param)))
@@ -236,24 +247,25 @@ class Sharding:
         """The forward half of `use` on one local leaf, without a gradient."""
         w = w.detach().to(self.compute_dtype(param))
         if self.mesh is not None:
-            for step in self._plan(("use", param), self._plan_use, param)[0]:
+            for step in self._uses(param)[0]:
                 w = run_step(w, self.mesh, step)
         return w
 
     def leave(self, g: torch.Tensor, param: Param) -> torch.Tensor:
         """The backward half of `use` on the gradient of one leaf: summed, and in the layout and dtype at rest."""
         if self.mesh is not None:
-            steps = self._plan(("use", param), self._plan_use, param)[0]
+            steps = self._uses(param)[0]
             g = g.to(self.reduce_dtype(param)) if steps else g
             for step in dual(steps):
                 g = run_step(g, self.mesh, step)
         return g.to(self.param_dtype(param))
 
-    def at_rest(self, x: torch.Tensor, param: Param) -> torch.Tensor:
-        """This rank's shard of a parameter as the leaf that trees hold: a DTensor, or x itself on one rank."""
+    def at_rest(self, x: torch.Tensor, param: Param, tree: str = "params") -> torch.Tensor:
+        """This rank's shard of a parameter as the leaf that trees hold: a DTensor, or x itself on one rank. tree:
+        "params", or "optimizer" for what the optimizer keeps of it."""
         if self.mesh is None or self.mesh.device_mesh is None:
             return x
-        return self._dtensor(x, self.stored_placements(param), param.shape)
+        return self._dtensor(x, self.stored_placements(param, tree), param.shape)
 
     def shard(self, x: torch.Tensor, dims: str) -> torch.Tensor:
         """This rank's part of a global tensor: local, of the layout that `dims` stands for."""
@@ -346,19 +358,20 @@ class Sharding:
         types = lay.layout(parse_side(dims), self.mesh, self.rules, rest="I")
         return [placement_of(types[a]) for a in self.mesh.order]
 
-    def stored_placements(self, param: Param) -> list[Placement]:
-        """The placements of a parameter at rest, in the order of `axis_order` (which is that of the DeviceMesh)."""
+    def stored_placements(self, param: Param, tree: str = "params") -> list[Placement]:
+        """The placements of a parameter at rest, in the order of `axis_order` (which is that of the DeviceMesh); with
+        tree="optimizer", of the optimizer's state for it."""
         if self.mesh is None:
             return []
-        at_rest = self._stored(param)[1]
+        at_rest = self._stored(param, tree)[1]
         types: dict[str, Type] = {a: d for d, by in enumerate(at_rest) for a in by}
         return [placement_of(types[a]) if a in types else Replicate() for a in self.mesh.order]
 
-    def stored_shape(self, param: Param) -> tuple[int, ...]:
-        """The shape of each rank's shard of a parameter at rest."""
+    def stored_shape(self, param: Param, tree: str = "params") -> tuple[int, ...]:
+        """The shape of each rank's shard of a parameter at rest; with tree="optimizer", of the optimizer's state."""
         if self.mesh is None:
             return param.shape
-        return tuple(n // self.mesh.size(by) for n, by in zip(param.shape, self._stored(param)[1], strict=True))
+        return tuple(n // self.mesh.size(by) for n, by in zip(param.shape, self._stored(param, tree)[1], strict=True))
 
     def stored_index(self, param: Param) -> tuple[torch.Tensor | None, ...] | None:
         """Per dim the global positions of this rank's shard at rest (None: all of them); None without a mesh."""
@@ -441,6 +454,9 @@ class Sharding:
     def _plan_resolve(self, side: str, partial: str, to: str) -> Any:
         return lay.resolve_plan(parse_side(side), partial.split(), parse_side(to), self.mesh, self.rules)  # type: ignore[arg-type]
 
+    def _uses(self, param: Param) -> tuple[tuple[Step, ...], lay.Layout, lay.Layout]:
+        return self._plan(("use", param, self.delayed), self._plan_use, param)
+
     def _plan_use(self, param: Param) -> tuple[tuple[Step, ...], lay.Layout, lay.Layout]:
         assert self.mesh is not None
         compute, at_rest = self._stored(param)
@@ -451,7 +467,19 @@ class Sharding:
         target |= {a: "R" for a, t in self._own(param).items() if t == "R"}
         target |= {a: d for d, by in enumerate(compute) for a in by}
         steps = lay.steps_between(self.mesh, source, target, at_rest, compute, f"parameter {param.dims!r}")
+        if self.delayed:  # an arrow that costs nothing; its backward is the sum that is left for later
+            steps = tuple(step for step in steps if step.kind != "I>R")
         return steps, source, target
+
+    def _plan_settle(self, param: Param, tree: str) -> tuple[Step, ...]:
+        assert self.mesh is not None
+        used, source, target = self._plan_use(param)
+        late = {a for a in self.mesh.sizes if source[a] == "I" and target[a] == "R"}
+        here, there = self._stored(param)[1], self._stored(param, tree)[1]
+        now: lay.Layout = {a: "P" if a in late else t for a, t in source.items()}
+        then: lay.Layout = {a: "P" if now[a] == "P" else "I" for a in self.mesh.sizes}
+        then = dict.fromkeys(self.mesh.sizes, "I") | {a: d for d, by in enumerate(there) for a in by}
+        return lay.steps_between(self.mesh, now, then, here, there, f"gradient of {param.dims!r}")
 
     def _over(self, param: Param) -> tuple[str, ...]:
         assert self.mesh is not None
@@ -480,13 +508,13 @@ class Sharding:
             found |= dict.fromkeys(self.mesh.expand(name), kind)
         return found
 
-    def _stored(self, param: Param) -> tuple[lay.HeldBy, lay.HeldBy]:
+    def _stored(self, param: Param, tree: str = "params") -> tuple[lay.HeldBy, lay.HeldBy]:
         assert self.mesh is not None
-        return self._plan(("stored", param), self._plan_stored, param)
+        return self._plan(("stored", param, tree), self._plan_stored, param, tree)
 
-    def _plan_stored(self, param: Param) -> tuple[lay.HeldBy, lay.HeldBy]:
+    def _plan_stored(self, param: Param, tree: str) -> tuple[lay.HeldBy, lay.HeldBy]:
         assert self.mesh is not None
-        return lay.stored(param.names, param.shape, self._own(param), self.mesh, self.rules)
+        return lay.stored(param.names, param.shape, self._own(param), self.mesh, self.rules, tree)
 
     def _layout(self, side: str) -> lay.Layout:
         assert self.mesh is not None

@@ -95,7 +95,8 @@ def run_here(config: TrainConfig, device: torch.device, start: float) -> int:
     peak = measure_matmul_flops(device, setup.precision.compute_dtype)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        save_config(dataclasses.replace(config, resume=False), out / SETTINGS)
+        name = None if config.init_from else model_name(config)
+        save_config(dataclasses.replace(config, resume=False, model=name), out / SETTINGS)
     with (
         Reporter(
             out,
@@ -153,6 +154,7 @@ def newest_checkpoint(config: TrainConfig) -> checkpoint.Info | None:
 def first_sizes(config: TrainConfig, begun: checkpoint.Info | None) -> DecoderConfig:
     """The model of a run as far as it is known before its data are prepared: its vocabulary may still be the
     preset's. Raises UserError for a model that the settings do not allow."""
+    check_same_source(config)
     if begun is not None:
         return check_same_model(config, begun)
     given = config.tokenizer or config.init_from
@@ -161,11 +163,6 @@ def first_sizes(config: TrainConfig, begun: checkpoint.Info | None) -> DecoderCo
 
 def check_same_model(config: TrainConfig, begun: checkpoint.Info) -> DecoderConfig:
     """The sizes of the run's model. Raises UserError when the settings ask for others than the checkpoint holds."""
-    path = Path(config.out) / SETTINGS
-    source = load_config(TrainConfig, path).init_from if path.exists() else config.init_from
-    if _absolute(source) != _absolute(config.init_from):
-        began = f"began from --init-from {source}" if source else "did not begin from a Hugging Face folder"
-        raise UserError(f"--init-from {config.init_from}: the run in --out {config.out} {began}: leave --init-from out")
     wanted = resumed_model(config, config_from_dict(begun.meta["model"]), str(begun.path))
     dtype = begun.tensors["params.embed"][1]
     if dtype != config.precision.params:
@@ -173,6 +170,21 @@ def check_same_model(config: TrainConfig, begun: checkpoint.Info) -> DecoderConf
             f"--precision.params {config.precision.params}: {begun.path} holds {dtype}; leave it out or name another --out"
         )
     return wanted
+
+
+def check_same_source(config: TrainConfig) -> None:
+    """Raises UserError when a run that goes on is said to have begun from another --init-from than it did."""
+    path = Path(config.out) / SETTINGS
+    if not config.resume or not path.exists():
+        return
+    source = load_config(TrainConfig, path).init_from
+    if _absolute(source) != _absolute(config.init_from):
+        began = f"began from --init-from {source}" if source else "did not begin from a Hugging Face folder"
+        raise UserError(f"--init-from {config.init_from}: the run in --out {config.out} {began}: leave --init-from out")
+    if source is not None and config.model is not None:
+        raise UserError(
+            f"--model {config.model}: the run in --out {config.out} began from --init-from {source}: leave --model out"
+        )
 
 
 def _absolute(path: str | None) -> str | None:
@@ -191,11 +203,16 @@ def check_same_optimizer(config: TrainConfig, begun: checkpoint.Info, setup: job
 
 
 def saved_state(config: TrainConfig, run: job.Run, begun: checkpoint.Info) -> TrainState:
-    """The state of a checkpoint. A run that turns to float16 begins with a new loss scale."""
+    """The state of a checkpoint. A run that turns to float16, or to another fixed loss scale, begins with that one."""
     scaled = "loss_scale.scale" in begun.values
     state = checkpoint.load(begun.path, job.abstract_state(config, run, scaled=scaled), device=run.setup.device)
-    if run.scaling is not None and not scaled:
-        state = dataclasses.replace(state, loss_scale=run.scaling.init())
+    if run.scaling is None:
+        return state
+    new, old = run.scaling.init(), state.loss_scale
+    if old is None:
+        state = dataclasses.replace(state, loss_scale=new)
+    elif isinstance(config.precision.loss_scale, float) and old.scale != new.scale:
+        state = dataclasses.replace(state, loss_scale=dataclasses.replace(new, skipped=old.skipped))
     return state
 
 
@@ -425,7 +442,8 @@ class Loop:
         say(f"  held by each rank   {held[0]} of parameters, {held[1]} of optimizer state")
         p = setup.precision
         where = f"{setup.device.type}, mesh {job.mesh_axes(config, world)}"
-        scaled = "" if state.loss_scale is None else f", loss scale {state.loss_scale.scale:g}"
+        scale = state.loss_scale if self.run.scaling else None
+        scaled = "" if scale is None else f", loss scale {scale.scale:g}"
         formats = f"parameters {dtype_name(p.params)}, products {dtype_name(p.compute_dtype)}{scaled}"
         say(f"machine               {where}, {formats}")
         say(f"  matrix product      {peak / 1e9:,.0f} GFLOP/s measured on each rank: what MFU refers to")

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fmegatron import primitives
 from fmegatron.errors import UserError
 
 Kind = Literal["full", "window"]
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
 CHOICES = {
     "positions": ("rotary", "learned", "none"),
     "norm": ("rms", "layer"),
     "norm_place": ("pre", "post", "both"),
     "qk_norm": (None, "head", "all"),
-    "activation": ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"),
+    "activation": get_args(Activation),
 }
 
 
@@ -81,7 +82,7 @@ class DecoderConfig:
     norm_place: Literal["pre", "post", "both"] = "pre"
     norm_zero_centred: bool = False
     norm_wide_weight: bool = False
-    activation: Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"] = "swiglu"
+    activation: Activation = "swiglu"
     embed_scale: float | None = None
     logit_softcap: float | None = None
     tied: bool = False

@@ -326,7 +326,12 @@ class Decoder:
         positions = sh.index("seq", k.shape[1], device=q.device)
         every = sh(positions, "seq -> kvseq | seq")
         kv_segments = None if segments is None else sh(segments, "batch seq -> batch kvseq | seq")
-        given = {"positions": positions, "kv_positions": every, "segments": segments, "kv_segments": kv_segments}
+        given: dict[str, Any] = {
+            "positions": positions,
+            "kv_positions": every,
+            "segments": segments,
+            "kv_segments": kv_segments,
+        }
         return attention(q, k, v, sh=sh, **given, **options)
 
     def _cached_attention(

@@ -63,8 +63,11 @@ USED = (
     "summary_activation",
     "summary_proj_to_labels",
     "summary_first_dropout",
+    "n_special",
+    "predict_special_tokens",
     # of how, not what, is computed
     "reorder_and_upcast_attn",
+    "output_past",
 )
 NEUTRAL = {"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)}
 TOP = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fmegatron.errors import UserError
-from fmegatron.models.config import DecoderConfig
+from fmegatron.models.config import Activation, DecoderConfig
 from fmegatron.primitives import (
     DynamicNTKScaling,
     LinearScaling,
@@ -45,7 +45,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1,),
     "use_bidirectional_attention": (None, False),
 }
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "swiglu",
     "swish": "swiglu",
     "gelu": "geglu",
@@ -101,7 +101,7 @@ def check_fields(
         )
 
 
-def gated_activation(hf: Mapping[str, Any], *names: str) -> str:
+def gated_activation(hf: Mapping[str, Any], *names: str) -> Activation:
     """Our name of the gated activation in the first of the fields `names` that is there (silu by default)."""
     name = next((n for n in names if hf.get(n) is not None), None)
     value = "silu" if name is None else hf[name]
@@ -157,8 +157,8 @@ def scaling_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> Any:
     if unknown := [n for n in rope if n not in ROPE_KEYS[kind] and rope[n] is not None]:
         if not (kind == "default" and set(unknown) <= {"original_max_position_embeddings", "factor"}):
             raise UserError(f"config.json: {unknown[0]!r} is not known for {family}'s rope type {kind!r}")
-    rope = {n: v for n, v in rope.items() if v is not None}
-    longest = hf.get("max_position_embeddings")
+    rope = _some(rope)
+    longest: Any = hf.get("max_position_embeddings")
     original = rope.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings") or longest
     if kind == "default":
         return None
@@ -227,9 +227,9 @@ def scaling_to_hf(scaling: Any) -> dict[str, Any]:
         given = {n: getattr(scaling, n) for n in names}
         return {"rope_type": "yarn", "factor": scaling.factor, **original, **_some(given)}
     if isinstance(scaling, LongRoPEScaling):
-        factors = {"short_factor": list(scaling.short_factor), "long_factor": list(scaling.long_factor)}
+        lists = {"short_factor": list(scaling.short_factor), "long_factor": list(scaling.long_factor)}
         more = _some({"attention_factor": scaling.attention_factor})
-        return {"rope_type": "longrope", "factor": scaling.factor, **factors, **more, **original}
+        return {"rope_type": "longrope", "factor": scaling.factor, **lists, **more, **original}
     raise UserError(f"rope_scaling {scaling!r} has no form in Hugging Face's config.json")
 
 

@@ -51,7 +51,8 @@ def hf_map(config: DecoderConfig, spec: Any) -> dict[str, HFTensor]:
 def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> DecoderConfig:
     """The model in a config.json. Raises UserError, by name, for a field that would be ignored."""
     used = (*SIZES, "hidden_act", "sliding_window", "original_max_position_embeddings")
-    neutral = {"attention_bias": (False,), "mlp_bias": (False,)}
+    neutral: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,)}
+    neutral |= {"lm_head_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,)}  # Phi-4-mini's
     check_fields(hf, used=used, only=neutral, ignore=ignore)
     hf = {"max_position_embeddings": 4096, **hf}  # what transformers takes where it is left out
     return DecoderConfig(

@@ -64,7 +64,7 @@ def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> De
     """The model in a config.json. Raises UserError, by name, for a field that would be ignored."""
     third = hf["model_type"] == "qwen3"
     used = (*SIZES, *WINDOWS, "hidden_act", *(("attention_bias",) if third else ()))
-    check_fields(hf, used=used, ignore=ignore)
+    check_fields(hf, used=used, only={"use_mrope": (False,)}, ignore=ignore)
     hf = {**DEFAULTS, **hf}
     first = hf["max_window_layers"]
     default = ["sliding_attention" if i >= first else "full_attention" for i in range(hf["num_hidden_layers"])]

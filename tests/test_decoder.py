@@ -146,56 +146,6 @@ def test_configs_survive_json():
     assert primitives.Llama3Scaling is Llama3Scaling
 
 
-PUBLISHED = {
-    "llama2-7b": 6_738_415_616,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3.1-405b": 405_853_388_800,
-    "llama3.2-1b": 1_235_814_400,
-    "llama3.2-3b": 3_212_749_824,
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-    "mistral-7b-v0.1": 7_241_732_096,
-    "mistral-7b-v0.3": 7_248_023_552,
-    "mistral-nemo-12b": 12_247_782_400,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-1.5b": 1_543_714_304,
-    "qwen2.5-3b": 3_085_938_688,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen2.5-14b": 14_770_033_664,
-    "qwen2.5-32b": 32_763_876_352,
-    "qwen2.5-72b": 72_706_203_648,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-4b": 4_022_468_096,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-14b": 14_768_307_200,
-    "qwen3-32b": 32_762_123_264,
-    "gemma2-2b": 2_614_341_888,
-    "gemma2-9b": 9_241_705_984,
-    "gemma2-27b": 27_227_128_320,
-    "gemma3-270m": 268_098_176,
-    "gemma3-1b": 999_885_952,
-    "phi3-mini": 3_821_079_552,
-    "phi3-medium": 13_960_238_080,
-    "phi4": 14_659_507_200,
-    "olmo2-1b": 1_484_916_736,
-    "olmo2-7b": 7_298_617_344,
-    "olmo2-13b": 13_716_198_400,
-    "olmo2-32b": 32_234_279_936,
-}
-
-
-def test_presets_have_the_published_number_of_parameters():
-    for name, parameters in PUBLISHED.items():
-        assert sum(p.numel for p in params_of(Decoder(PRESETS[name]).spec()).values()) == parameters, name
-    for name in ("gpt3-2.7b", "gpt3-6.7b", "gpt3-175b"):  # by 12 · layers · embed² and the vocabulary, as in the paper
-        c = PRESETS[name]
-        rough = 12 * c.layers * c.embed**2 + c.vocab * c.embed
-        assert abs(sum(p.numel for p in params_of(Decoder(c).spec()).values()) / rough - 1) < 0.005
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

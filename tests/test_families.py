@@ -1,5 +1,6 @@
 """Every family against transformers (tests/families.py has the cases and the checks), and the dense families' presets."""
 
+import copy
 import dataclasses
 import importlib
 
@@ -133,6 +134,43 @@ def test_fields_left_out_mean_what_transformers_takes(family, tmp_path):
     assert config_from_hf({"model_type": family, **given}) == config_from_hf(hf.read_config(tmp_path))
 
 
+# As models were published, in the fields of earlier versions of transformers (sizes shortened).
+_OLD = {"hidden_size": 384, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+_OLD |= {"vocab_size": 128, "num_hidden_layers": 13, "max_position_embeddings": 131072, "torch_dtype": "bfloat16"}
+_FACTORS = {"short_factor": [1.0 + i / 100 for i in range(36)], "long_factor": [1.5 + i for i in range(36)]}
+PUBLISHED_FIELDS = {
+    "gpt2-medium": {"model_type": "gpt2", "n_ctx": 96, "n_positions": 96, "n_embd": 24, "n_layer": 2, "n_head": 4}
+    | {"vocab_size": 128, "n_special": 0, "predict_special_tokens": True, "output_past": True, "embd_pdrop": 0.1},
+    "gemma-3-1b": {**_OLD, "model_type": "gemma3_text", "rope_local_base_freq": 20000, "rope_theta": 1000000}
+    | {"sliding_window": 512, "sliding_window_pattern": 4, "rope_scaling": None, "cache_implementation": "hybrid"},
+    "gemma-3-4b": {**_OLD, "model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+    "gemma-2-2b": {**_OLD, "model_type": "gemma2", "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"},
+    "phi-4-mini": {
+        **_OLD,
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 4096,
+    }
+    | {"rope_scaling": {"type": "longrope", **_FACTORS}, "full_attn_mod": 1, "interpolate_factor": 1, "pad_token_id": 0}
+    | {"lm_head_bias": False, "mlp_bias": False, "attention_bias": False, "sliding_window": 262144},
+    "qwen2.5-7b-yarn": {**_OLD, "model_type": "qwen2", "use_mrope": False, "use_sliding_window": False}
+    | {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
+    "llama-3.1-8b": {**_OLD, "model_type": "llama", "rope_theta": 500000.0, "pretraining_tp": 1}
+    | {"rope_scaling": {k: v for k, v in families.LLAMA3["rope_parameters"].items() if k != "rope_theta"}},
+    "llama-2-dynamic": {**_OLD, "model_type": "llama", "rope_scaling": {"factor": 4.0, "type": "dynamic"}},
+    "mistral-7b-v0.3": {**_OLD, "model_type": "mistral", "sliding_window": None, "rope_theta": 1000000.0},
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED_FIELDS)
+def test_fields_of_earlier_versions_mean_what_transformers_takes(model, tmp_path):
+    """They are read as transformers rewrites them for its present version."""
+    given = PUBLISHED_FIELDS[model]
+    transformers.AutoConfig.for_model(**copy.deepcopy(given)).save_pretrained(tmp_path)
+    config_from_hf = importlib.import_module(hf.FAMILIES[given["model_type"]]).config_from_hf
+    assert config_from_hf(given) == config_from_hf(hf.read_config(tmp_path))
+
+
 @pytest.mark.parametrize("head", [10, 44, 47, 49, 67, 80, 96, 128, 256])
 def test_every_number_of_turned_features_can_be_written(head):
     for dim in range(2, head, 2):
@@ -166,6 +204,12 @@ def test_a_cap_that_transformers_ignores_is_refused():
         gemma.config_from_hf({**fields, "attn_logit_softcapping": 2.0})
     with pytest.raises(UserError, match="attn_logit_softcapping=2.0"):
         hf.fields_of(Decoder(dataclasses.replace(config, attention_softcap=2.0)))
+
+
+def test_the_table_has_a_line_for_each_family():
+    head, rule, line = families.table(("olmo2",)).splitlines()
+    assert line.startswith("| olmo2 ") and " 0 of 48 " in line
+    assert head.count("|") == rule.count("|") == line.count("|") and len(head) == len(line)
 
 
 # --------------------------------------------------------------------------------------------------------- presets

@@ -130,6 +130,8 @@ def test_two_ranks_make_the_same_run_and_go_on_without_the_folder(files, tmp_pat
     assert numbers(parts) == numbers(two)
     with pytest.raises(UserError, match="--init-from None: the run in --out .* began from --init-from .*model: leave"):
         go(["--out", str(parts), "--resume", "--init-from", "None", "--steps", "9"])
+    with pytest.raises(UserError, match="--model tiny: the run in --out .* began from --init-from .*model: leave"):
+        go(["--out", str(parts), "--resume", "--model", "tiny", "--steps", "9"])
 
 
 def test_a_larger_vocabulary(files, tmp_path, capsys) -> None:
@@ -240,13 +242,21 @@ def test_a_field_that_is_ignored_on_request(broken, tmp_path) -> None:
 
 
 def test_generation_from_the_folder_is_that_of_transformers(files, capsys, tmp_path) -> None:
+    """With the first token that its tokenizer puts before a text."""
     import transformers
+    from tokenizers.processors import TemplateProcessing
 
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(files / "gemma2", dtype=torch.float32)
-    tokenizer = load_tokenizer(files / "gemma2")
-    ids = tokenizer.encode("def return value 日本")
+    folder = str(tmp_path / "gemma2")
+    shutil.copytree(files / "gemma2", folder)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.backend.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.eod)]
+    )
+    save_tokenizer(tokenizer, folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = transformers.AutoTokenizer.from_pretrained(folder)("def return value 日本")["input_ids"]
+    assert ids == [tokenizer.eod, *tokenizer.encode("def return value 日本")]
     found = theirs.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=12, pad_token_id=1, eos_token_id=0)[0]
-    folder = str(files / "gemma2")
     common = ["generate", "--checkpoint", folder, "--prompt", "def return value 日本", "--tokens", "12"]
     assert cli.main([*common, "--temperature", "0", "--no-stream"]) == 0
     assert capsys.readouterr().out == tokenizer.decode(found.tolist()) + "\n"

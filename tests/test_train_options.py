@@ -301,7 +301,9 @@ def test_a_run_turns_to_float16_and_back(tmp_path, corpus) -> None:
     again = ["--out", str(out), "--resume"]
     assert go([*again, "--steps", "4", "--precision.compute", "float16"]) == 0
     assert rows(out)[-2]["loss_scale"] == 65536.0
-    assert go([*again, "--steps", "6", "--precision.compute", "None"]) == 0
+    assert go([*again, "--steps", "5", "--precision.loss-scale", "512"]) == 0
+    assert rows(out)[-2]["loss_scale"] == 512.0
+    assert go([*again, "--steps", "6", "--precision.compute", "None", "--precision.loss-scale", "None"]) == 0
     assert "loss_scale" not in rows(out)[-2]
 
 
@@ -423,9 +425,9 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "no number": (("optim.lr-scale=embed=x",), "--optim.lr-scale embed=x: 'embed=x' is not PATTERN=NUMBER"),
     "negative": (("optim.weight-decay-of=embed=-1",), "--optim.weight-decay-of embed=-1: 'embed=-1' is not"),
     "scale without float16": (("precision.loss-scale=dynamic",), "--precision.loss-scale is for float16"),
-    "a scale that is none": (
-        ("precision.loss-scale=static", "precision.compute=float16"),
-        "--precision.loss-scale static must be dynamic or a number above 0",
+    "a scale of nothing": (
+        ("precision.loss-scale=0", "precision.compute=float16"),
+        "--precision.loss-scale 0.0 must be greater than 0",
     ),
     "minimum above": (
         ("precision.loss-scale-minimum=9", "precision.loss-scale-initial=8", "precision.compute=float16"),
@@ -475,11 +477,12 @@ def test_another_optimizer_on_a_resume(tmp_path, corpus, capsys) -> None:
     assert go(flags(corpus, out, *ONE, steps=1)) == 0
     for more, message in (
         (("optim.name=lion",), "--optim.name: {} was trained with adamw, not lion: leave --optim.name as it was"),
+        (("init-from=hf",), "--init-from hf: the run in --out {run} did not begin from a Hugging Face folder: leave"),
         (("optim.ema=0.9",), "--optim.ema: {} was trained with False, not True"),
         (("precision.moments=bfloat16",), "--precision.moments: {} was trained with None, not bfloat16"),
     ):
         assert cli.main(["train", "--out", str(out), "--resume", "--steps", "2", *options(*more)]) == 2
-        assert message.format(checkpoint.latest(out)) in capsys.readouterr().err
+        assert message.format(checkpoint.latest(out), run=out) in capsys.readouterr().err
 
 
 def test_debug_of_a_run_with_a_loss_scale(tmp_path, corpus) -> None:

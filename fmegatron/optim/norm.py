@@ -14,6 +14,7 @@ from fmegatron import tree
 from fmegatron.errors import UserError
 from fmegatron.optim import leaves
 from fmegatron.optim.leaves import local_of, no_grad
+from fmegatron.recording import note_collective
 from fmegatron.simulation import is_local, lift, simulating
 
 # Elements summed in one run on a CPU: torch's float32 norm there adds in sequence, 0.4 % off after 67 million elements.
@@ -88,6 +89,7 @@ def summed(values: Sequence[Tensor], layouts: Sequence[tuple[Any, tuple[int, ...
                 flat = torch.cat([values[i].reshape(-1) for i in members])
                 if simulating():
                     flat = lift(flat, torch.distributed.get_world_size())
+                note_collective("all-reduce", mesh.mesh_dim_names[dim : dim + 1], mesh.size(dim), flat)
                 flat = collectives.wait_tensor(collectives.all_reduce(flat, "sum", (mesh, dim)))
                 parts = flat.split([values[i].numel() for i in members])
                 for i, part in zip(members, parts, strict=True):

@@ -1,0 +1,61 @@
+"""A record of the collectives that run: kind, axes, elements. The communication ledger of `fmegatron.testing` is made of it.
+
+    with record_collectives() as found:
+        step(state, batch)
+
+Only this process is recorded. In a simulation, where all ranks are one program, each collective counts once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+_open: list[list[Collective]] = []
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective as one rank takes part in it.
+
+    kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all". axes: mesh axes, in rank order. ranks: members.
+    elements: of the tensor that each rank puts in.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    ranks: int
+    elements: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole buffer, as bandwidth tests count it: what an all-gather gives, what any other kind is given."""
+        return self.elements * self.dtype.itemsize * (self.ranks if self.kind == "all-gather" else 1)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that each rank sends in a ring: (n - 1)/n of the buffer, and twice that for an all-reduce."""
+        return (2 if self.kind == "all-reduce" else 1) * self.bytes * (self.ranks - 1) // self.ranks
+
+
+def note_collective(kind: str, axes: Sequence[str], ranks: int, x: torch.Tensor) -> None:
+    """Called where a collective is issued; does nothing unless a record is open, and nothing in a compiled graph."""
+    if not torch.compiler.is_compiling() and _open:
+        made = Collective(kind, tuple(axes), ranks, x.numel(), x.dtype)
+        for record in _open:
+            record.append(made)
+
+
+@contextlib.contextmanager
+def record_collectives() -> Iterator[list[Collective]]:
+    """The list to which every collective of the body is added, whatever thread issues it."""
+    found: list[Collective] = []
+    _open.append(found)
+    try:
+        yield found
+    finally:
+        _open[:] = [record for record in _open if record is not found]
