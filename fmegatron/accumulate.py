@@ -11,18 +11,21 @@ tokens is not that, and its gradients are wrong for unequal masks: a bug that se
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.grad import Trainable, as_at_rest, higher_order, scalar, to_local, trainable_leaves, unscaled
 from fmegatron.sharding import Sharding
 from fmegatron.tree import detached, is_tensor, leaves, like, named, tensors, tree_map
+from fmegatron.zero import settled, splits_state
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ def accumulate(
     weights: Callable[[Any], Mapping[str, Weight]] | None = None,
     trainable: Trainable = None,
     dtype: torch.dtype | None = None,
+    spec: Any = None,
     enter: Callable[[Any], Any] | None = None,
     leave: Callable[[Any], Any] | None = None,
 ) -> Callable:
@@ -72,8 +76,12 @@ def accumulate(
     trainable: as for `value_and_grad`.
     dtype: gradients are accumulated in this type or their own, whichever is wider, and so come back; None means
         `ctx.sh.precision.reduce_dtype`, which is float32 or wider unless told otherwise.
-    enter, leave: how parameters are gathered once before the first microbatch, and gradients reduced once behind the
-        last one (ZeRO-1 and -2). Functions of a tree whose leaves may be None; the second is the first's transpose.
+    spec: the parameters' spec tree, on a mesh. Sums over ranks that hold the same parameter are then made once behind
+        the last microbatch and not in each (what `store` cuts is reduced in each: it is nowhere whole); in buckets, in
+        `precision.reduce`; and gradients come back in the layout of the optimizer's state (`Rules.zero`). The loss must
+        read parameters by `ctx.sh`. Without it each microbatch reduces, and gradients lie like the parameters.
+    enter, leave: how parameters are changed once before the first microbatch, and gradients once behind the last one.
+        Functions of a tree whose leaves may be None; the second is the first's transpose.
 
     metrics: {"terms": {name: mean}, "sums": …, "weights": …, "stats": …} of the global batch, without gradients. With
         a key in ctx, ctx.rows tells every microbatch the global indices of its rows, so that dropout masks do not
@@ -98,6 +106,8 @@ def accumulate(
         wanted, at_rest, batch = trainable_leaves(params, trainable), params, to_local(batch)
         params = to_local(params)
         composable = higher_order((params, batch))
+        late = spec is not None and not composable and _reduces_late(spec, ctx.sh, microbatches)
+        ctx = ctx.replace(sh=ctx.sh.delaying()) if late else ctx
         wide = dtype or ctx.sh.precision.reduce_dtype
         if enter is not None:
             params = enter(params)
@@ -113,8 +123,8 @@ def accumulate(
                 terms, stats = loss(p, part, part_ctx)
                 return evaluate(terms, stats, known, scale, ctx.sh, loss_scale)
 
-            aux = add_up(of, params, wanted, grads, wide)
-            sums.add(aux)
+            with ctx.sh.others_refused() if late else contextlib.nullcontext():
+                sums.add(add_up(of, params, wanted, grads, wide))
         total, metrics, factor = sums.finish(scale)
         if factor is not None:
             for i, g in enumerate(grads):
@@ -123,11 +133,30 @@ def accumulate(
                     grads[i] = g * c if composable else g.mul_(c)
         if leave is not None:
             grads = leaves(leave(like(params, grads)))
+        if spec is not None and ctx.sh.mesh is not None:
+            grads = settled(grads, leaves(spec), ctx.sh)
         if loss_scale is not None:  # behind the sums over ranks, which may be in a narrow dtype
             grads = [unscaled(g, loss_scale, in_place=not composable) for g in grads]
+        if spec is not None and splits_state(spec, ctx.sh):
+            return (total, metrics), _like_state(grads, at_rest, spec, ctx.sh)
         return (total, metrics), as_at_rest(grads, at_rest)
 
     return run
+
+
+def _reduces_late(spec: Any, sh: Sharding, microbatches: int) -> bool:
+    """Are gradients reduced once, behind all microbatches? (One alone reduces as it goes, beside its backward, if the
+    optimizer needs them no further cut.)"""
+    return sh.mesh is not None and sh.check is None and (microbatches > 1 or splits_state(spec, sh))
+
+
+def _like_state(grads: list[Any], at_rest: Any, spec: Any, sh: Sharding) -> Any:
+    """Local gradients as a tree like the parameters, DTensors of the layout of the optimizer's state."""
+    rows = zip(grads, leaves(at_rest), leaves(spec), strict=True)
+    return like(
+        at_rest,
+        [sh.at_rest(g, p, "optimizer") if g is not None and isinstance(t, DTensor) else g for g, t, p in rows],
+    )
 
 
 Scales = dict[str, tuple[Any, Any]]

@@ -303,7 +303,8 @@ def abstract_tables(rules: Rules) -> list[tuple[Mesh, Rules]]:
     """Two tables that stand for all: in the first every dim that has a row has an axis of its own; in the second the
     stream's dims also lie on the regions' axes, as with sequence and expert parallelism."""
     plain = [n for n, row in rules.compute.items() if row not in (None, ()) and n == base(n)]
-    starred = [n for n in rules.compute if n.endswith("*")]
+    # "**" is the layout inside attention, which is a primitive here
+    starred = [n for n in rules.compute if n.endswith("*") and not n.endswith("**")]
     primed = [n for n in rules.compute if n.endswith("'")]
     own = {n: f"on_{n}" for n in plain}
     star = {n: f"on_{base(n)}_between" for n in starred}

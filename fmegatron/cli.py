@@ -130,8 +130,13 @@ def parse_train(arguments: Sequence[str], *, command: str = "train") -> TrainCon
 
 
 def parse(cls: type[C], command: str, arguments: Sequence[str], *, default: C | None = None) -> C:
-    """A config from flags. A bad flag exits with code 2; of several ranks only the first says why."""
+    """A config from flags. A bad flag exits with code 2; of several ranks only the first says why.
+
+    Raises UserError for a value that is none of its flag's choices.
+    """
     import tyro
+
+    settings.check_choices(cls, arguments)
 
     options: dict[str, Any] = {} if default is None else {"default": default}
     return tyro.cli(

@@ -29,6 +29,7 @@ from fmegatron.function import apply_function
 from fmegatron.mesh import Mesh
 from fmegatron.recording import note_collective
 from fmegatron.simulation import lift
+from fmegatron.zigzag import from_zigzag, to_zigzag, zigzag_positions
 
 DUAL = {
     "S>R": "P>S",
@@ -58,6 +59,8 @@ _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or function
 
 # Which axes enter or leave which dim: ((dim, axes with the major one first), ...)
 Held = tuple[tuple[int, tuple[str, ...]], ...]
+# Which dims are in the zigzag order of how many ranks while some axis cuts them: ((dim, ranks), ...)
+Orders = tuple[tuple[int, int], ...]
 
 
 class Step(NamedTuple):
@@ -67,11 +70,12 @@ class Step(NamedTuple):
     axes: tuple[str, ...]  # in rank order
     leaves: Held  # dims that stop being sharded, and by which axes
     enters: Held  # dims that start to be
+    zigzag: Orders = ()  # dims whose order changes with it
 
 
 def dual(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """The steps of the backward."""
-    return tuple(Step(DUAL[s.kind], s.axes, s.enters, s.leaves) for s in reversed(steps))
+    return tuple(Step(DUAL[s.kind], s.axes, s.enters, s.leaves, s.zigzag) for s in reversed(steps))
 
 
 class Move(torch.autograd.Function):
@@ -106,7 +110,9 @@ class Move(torch.autograd.Function):
         def later(held: Held) -> Held:
             return tuple((d + 1, axes) for d, axes in held)
 
-        shifted = tuple(Step(s.kind, s.axes, later(s.leaves), later(s.enters)) for s in steps)
+        shifted = tuple(
+            Step(s.kind, s.axes, later(s.leaves), later(s.enters), tuple((d + 1, n) for d, n in s.zigzag)) for s in steps
+        )
         return apply_function(Move, x.movedim(in_dims[0], 0), mesh, shifted, dtypes), 0
 
 
@@ -148,29 +154,61 @@ def run_step(x: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
         return x.view_as(x)
     if kind == "I>S":
         for dim, held in step.enters:
-            x = _my_part(x, mesh, dim, held)
+            x = _my_part(x, mesh, dim, held, _ranks_of(step, dim))
         return x
+    if kind not in DUAL:
+        raise ShardingError(f"{kind} is no arrow")
+    return unpacked(end(begin(COST[kind], packed(x, mesh, step), mesh, axes)), mesh, step)
+
+
+def packed(x: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
+    """What the collective of a step takes: [1, …] to gather, [group, …] where each rank has a piece for every rank."""
+    if step.kind in ("S>R", "S>I"):
+        return x.contiguous()[None]
+    return x.contiguous() if COST[step.kind] == "all-reduce" else _split(x, mesh, step).contiguous()
+
+
+def unpacked(y: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
+    """The value behind a step, from what its collective gave."""
+    if step.kind in ("S>R", "S>I", "S>S"):
+        return _join(y, mesh, step)
+    return y if COST[step.kind] == "all-reduce" else y[0]
+
+
+def begin(collective: str, x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> torch.Tensor:
+    """Issues a collective of a packed value over some axes; `end` waits for its result."""
+    note_collective(collective, axes, mesh.size(axes), x)
     group = mesh.group(axes)
-    note_collective(COST[kind], axes, mesh.size(axes), x)
-    if kind in ("S>R", "S>I"):
-        return _join(functional.wait_tensor(_all_gather(x.contiguous()[None], 0, group)), mesh, step)
-    if kind in ("P>I", "P>R"):
-        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
-    pieces = _split(x, mesh, step).contiguous()
-    if kind == "P>S":
-        return functional.wait_tensor(_reduce_scatter(pieces, "sum", 0, group))[0]
-    if kind == "S>S":
-        return _join(functional.wait_tensor(functional.all_to_all_single(pieces, None, None, group)), mesh, step)
-    raise ShardingError(f"{kind} is no arrow")
+    if collective == "all-gather":
+        return _all_gather(x, 0, group)
+    if collective == "all-reduce":
+        return functional.all_reduce(x, "sum", group)
+    if collective == "reduce-scatter":
+        return _reduce_scatter(x, "sum", 0, group)
+    return functional.all_to_all_single(x, None, None, group)
 
 
-def _my_part(x: torch.Tensor, mesh: Mesh, dim: int, axes: tuple[str, ...]) -> torch.Tensor:
+def end(x: torch.Tensor) -> torch.Tensor:
+    """Waits for what `begin` gave."""
+    return functional.wait_tensor(x)
+
+
+def _ranks_of(step: Step, dim: int) -> int:
+    """The number of ranks in whose zigzag order a step puts a dim, or from which it takes it; 1 for the plain order."""
+    for d, n in step.zigzag:
+        if d == dim:
+            return n
+    return 1
+
+
+def _my_part(x: torch.Tensor, mesh: Mesh, dim: int, axes: tuple[str, ...], ranks: int) -> torch.Tensor:
     """The part of a dim that this rank holds when some axes cut it."""
     part = _divide(x, dim, mesh.size(axes), axes)
     place = mesh.position(axes)
-    if mesh.simulated:
-        return x.index_select(dim, place * part + torch.arange(part, device=x.device))
-    return x.narrow(dim, place * part, part)
+    if not mesh.simulated and ranks == 1:
+        return x.narrow(dim, place * part, part)
+    held = place * part + torch.arange(part, device=x.device)
+    return x.index_select(dim, zigzag_positions(held, x.shape[dim], ranks))
 
 
 def _divide(x: torch.Tensor, dim: int, n: int, axes: tuple[str, ...]) -> int:
@@ -188,6 +226,7 @@ def _split(x: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
     for k, (dim, held) in enumerate(step.enters):
         n = mesh.size(held)
         _divide(x, dim + k, n, held)
+        x = to_zigzag(x, dim + k, _ranks_of(step, dim))
         x = x.unflatten(dim + k, (n, -1)).movedim(dim + k, k)
     if order == list(step.axes):
         return x.flatten(0, len(step.enters) - 1)
@@ -202,11 +241,12 @@ def _join(y: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
     order = [a for _, held in step.leaves for a in held]
     if len(step.leaves) == 1 and order == list(step.axes):
         dim = step.leaves[0][0]
-        return y.movedim(0, dim).flatten(dim, dim + 1)
+        return from_zigzag(y.movedim(0, dim).flatten(dim, dim + 1), dim, _ranks_of(step, dim))
     n = len(order)
     y = y.unflatten(0, [mesh.sizes[a] for a in step.axes])
     y = y.permute(*(step.axes.index(a) for a in order), *range(n, y.ndim))
     for k, (dim, held) in enumerate(step.leaves):
         waiting = sum(len(u) for _, u in step.leaves[k + 1 :])  # leading dims of the joins still to come
         y = y.flatten(0, len(held) - 1).movedim(0, waiting + dim).flatten(waiting + dim, waiting + dim + 1)
+        y = from_zigzag(y, waiting + dim, _ranks_of(step, dim))
     return y

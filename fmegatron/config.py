@@ -13,7 +13,7 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -500,6 +500,35 @@ def _convert(value: Any, hint: Any, dotted: str, where: str) -> Any:
     raise UserError(f"{where}key {dotted!r} is {value!r}, but must be {' or '.join(_describe(options))}")
 
 
+def check_choices(cls: type, flags: Iterable[str]) -> None:
+    """Refuse a flag's value that is none of its choices. flags: as on the command line, `--name value` or `--name=value`.
+
+    Raises UserError naming the flag, the value, the nearest choice and all of them.
+    """
+    hints = dict(_hints(cls))
+    flags = list(flags)
+    for i, flag in enumerate(flags):
+        name, given, value = flag.partition("=")
+        hint = hints.get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
+        options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        choices = [c for o in options if typing.get_origin(o) is Literal for c in typing.get_args(o)]
+        values = [value] if given else flags[i + 1 : i + 2]
+        if not choices or not values or (float in options and _is_number(values[0])):
+            continue
+        choices += ["None"] if types.NoneType in options else []
+        if values[0] not in choices:
+            near = nearest_name(values[0], choices)
+            raise UserError(f"{name} {values[0]} is not known; did you mean {near}? Choices: {', '.join(choices)}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _describe(options: tuple[Any, ...]) -> list[str]:
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     described = []
@@ -524,13 +553,18 @@ def _required(f: dataclasses.Field) -> bool:
     return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
 
 
-def _keys(cls: type, prefix: str = "") -> Iterator[str]:
+def _keys(cls: type) -> Iterator[str]:
     """Every dotted key of a config class."""
+    return (key for key, _ in _hints(cls))
+
+
+def _hints(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, type) of everything in a config class."""
     for name, hint in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
-            yield from _keys(typing.cast(type, hint), f"{prefix}{name}.")
+            yield from _hints(typing.cast(type, hint), f"{prefix}{name}.")
         else:
-            yield prefix + name
+            yield prefix + name, hint
 
 
 def nearest_name(name: str, names: list[str]) -> str:

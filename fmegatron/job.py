@@ -106,8 +106,21 @@ def make_setup(
     # only some families have a table of positions; its row of the rules is no misspelt name for the others
     rules = dataclasses.replace(rules, activations=(*rules.activations, "position"))
     sh = Sharding(mesh, rules, precision=precision)
+    check_vocab(config, sizes, sh)
     sh.check_spec(Decoder(sizes).spec())
     return Setup(sh, mesh, device, precision)
+
+
+def check_vocab(config: TrainConfig, sizes: DecoderConfig, sh: Sharding) -> None:
+    """Raises UserError for a vocabulary that does not divide over the ranks of tensor parallelism."""
+    assert sh.mesh is not None
+    ranks = math.prod(sh.mesh.sizes[axis] for axis in sh.axes("vocab"))
+    if sizes.vocab % ranks:
+        flag = "--resize-vocab" if config.init_from else "--model-overrides.vocab"
+        raise UserError(
+            f"the vocabulary of {sizes.vocab} does not divide by {ranks}, the tensor-parallel ranks of --mesh "
+            f"{config.mesh}: use {flag} {-(-sizes.vocab // ranks) * ranks}, whose last rows no token has"
+        )
 
 
 def make_precision(config: TrainConfig, device: torch.device) -> Precision:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from fmegatron.collectives import DUAL, Held, Step
+from fmegatron.collectives import DUAL, Held, Orders, Step
 from fmegatron.equations import Equation, Side
 from fmegatron.errors import ShardingError
 from fmegatron.mesh import Mesh
@@ -18,6 +18,7 @@ from fmegatron.rules import Rules, base
 
 Layout = dict[str, Type]
 HeldBy = list[tuple[str, ...]]  # per dim, the axes that hold it, the major one first
+Zigzags = list[tuple[str, ...]]  # per dim, the axes in whose zigzag order it lies while one of them holds it
 
 
 def axes_of(name: str, mesh: Mesh, rules: Rules) -> tuple[str, ...]:
@@ -54,16 +55,41 @@ def held(side: Side, types: Layout, mesh: Mesh, rules: Rules) -> HeldBy:
     return [tuple(a for a in axes_of(n, mesh, rules) if types[a] == d) for d, n in enumerate(side.dims)]
 
 
+def zigzag_axes(name: str, mesh: Mesh, rules: Rules) -> tuple[str, ...]:
+    """The axes over which a dim is in zigzag order (see `Rules`); () for a dim in plain order."""
+    return mesh.live(mesh.expand(rules.zigzag[base(name)])) if base(name) in rules.zigzag else ()
+
+
+def zigzags(side: Side, mesh: Mesh, rules: Rules) -> Zigzags:
+    """`zigzag_axes` of each dim of a side."""
+    return [zigzag_axes(n, mesh, rules) for n in side.dims]
+
+
 def steps_between(
-    mesh: Mesh, source: Layout, target: Layout, have: HeldBy, want: HeldBy, where: object
+    mesh: Mesh,
+    source: Layout,
+    target: Layout,
+    have: HeldBy,
+    want: HeldBy,
+    where: object,
+    orders: tuple[Zigzags, Zigzags] | None = None,
 ) -> tuple[Step, ...]:
     """The arrows that take a value from one layout to another; all axes with the same arrow go in one collective.
 
     A dim loses its last axes first and gains them in order. Raises ShardingError for R -> I and R -> S, which have
     no arrow, and for a change that would need a permutation.
+
+    orders: the zigzag axes of each dim, before and after; None: all dims are in plain order.
     """
     todo: dict[str, list[str]] = {}
     have, want = [mesh.live(h) for h in have], [mesh.live(h) for h in want]
+    before, after = orders or ([()] * len(have), [()] * len(want))
+    for dim, (a, b) in enumerate(zip(before, after, strict=False)):
+        if a != b and set(have[dim]) & set(want[dim]) & {*a, *b}:
+            raise ShardingError(
+                f"{where}: dim {dim} stays on mesh axes {', '.join(have[dim])}, but only one side is in zigzag order: "
+                "list both names in the rules' zigzag, or gather the dim first"
+            )
     for axis in mesh.sizes:
         s, d = source[axis], target[axis]
         if s == d or d == "?" or (s == "?" and not isinstance(d, int)):
@@ -84,14 +110,22 @@ def steps_between(
             raise ShardingError(
                 f"{where}: {have} -> {want} would permute the axes of a dim: list them in the same order"
             )
+        changes: Orders = ()
         for dim, gone in step.leaves:
+            changes += _reordered(mesh, dim, before[dim], now[dim], now[dim][: -len(gone)])
             now[dim] = now[dim][: -len(gone)]
         for dim, come in step.enters:
+            changes += _reordered(mesh, dim, after[dim], now[dim] + come, now[dim])
             now[dim] = now[dim] + come
-        steps.append(step)
+        steps.append(step._replace(zigzag=changes))
         left = {k: [a for a in axes if k != step.kind or a not in step.axes] for k, axes in todo.items()}
         todo = {k: axes for k, axes in left.items() if axes}
     return tuple(steps)
+
+
+def _reordered(mesh: Mesh, dim: int, zigzag: tuple[str, ...], more: tuple[str, ...], less: tuple[str, ...]) -> Orders:
+    """A dim is in zigzag order while one of its zigzag axes holds it, and in plain order when none does."""
+    return ((dim, mesh.size(zigzag)),) if set(zigzag) & set(more) and not set(zigzag) & set(less) else ()
 
 
 def _candidates(todo: dict[str, list[str]], mesh: Mesh, now: HeldBy, have: HeldBy, want: HeldBy) -> list[Step | None]:
@@ -126,7 +160,8 @@ def reshape_plan(equation: Equation, mesh: Mesh, rules: Rules) -> tuple[tuple[St
         elif target[axis] == "?" and source[axis] != "?":
             target[axis] = "I"
     have, want = held(left, source, mesh, rules), held(right, target, mesh, rules)
-    return steps_between(mesh, source, target, have, want, repr(equation.text)), source, target
+    orders = zigzags(left, mesh, rules), zigzags(right, mesh, rules)
+    return steps_between(mesh, source, target, have, want, repr(equation.text), orders), source, target
 
 
 def contraction_plan(
@@ -164,7 +199,8 @@ def contraction_plan(
         for dim, by in enumerate(held(side, lay, mesh, rules)):
             if by and base(side.dims[dim]) in names:
                 now[names.index(base(side.dims[dim]))] = by
-    steps = steps_between(mesh, raw, target, now, held(out, target, mesh, rules), text)
+    order = zigzags(out, mesh, rules)
+    steps = steps_between(mesh, raw, target, now, held(out, target, mesh, rules), text, (order, order))
     return steps, lays, raw, target
 
 
@@ -189,7 +225,8 @@ def resolve_plan(
         if target[axis] == "?" and source[axis] != "?":
             target[axis] = "I"
     have, want = held(side, source, mesh, rules), held(to, target, mesh, rules)
-    return steps_between(mesh, source, target, have, want, f"{side} -> {to}"), source, target
+    orders = zigzags(side, mesh, rules), zigzags(to, mesh, rules)
+    return steps_between(mesh, source, target, have, want, f"{side} -> {to}", orders), source, target
 
 
 def stored(

@@ -9,6 +9,10 @@ from fmegatron.errors import UserError
 from fmegatron.mesh import Axes, Mesh
 
 
+# How attention reads a sequence that mesh axes cut: fmegatron.parallel.context
+CONTEXTS = ("gather", "ring", "ulysses", "ulysses+ring")
+
+
 @dataclass(frozen=True)
 class Rules:
     """compute: dim -> mesh axis, ordered tuple of axes, or None (not sharded). Every dim needs a row: a misspelt
@@ -27,6 +31,14 @@ class Rules:
     store_optimizer: further axes that hold the optimizer's state alone, such as those of the replicas of HSDP.
 
     activations: dims that the parameters need not have, so that `placements` can tell a row for them from a typo.
+
+    zigzag: dim -> mesh axes over which its parts are given out in the order that makes a causal mask cost every rank
+    the same: of 2n chunks rank r of n holds chunks r and 2n - 1 - r (see fmegatron.zigzag). They are the first axes of
+    the dim's row; further ones, also of a marked name (`seq*`), cut a rank's part as it lies. Gathered, the dim is in
+    its global order. An activation moved by placements, not by names, keeps the order that it has.
+
+    context: how attention reads a sequence that mesh axes cut: "gather", "ring", "ulysses" or "ulysses+ring" (see
+    fmegatron.parallel.context). The last two read the rows `seq**`, `kv**` and `group**`: the layout inside attention.
     """
 
     compute: Mapping[str, Axes] = field(default_factory=dict)
@@ -34,10 +46,14 @@ class Rules:
     zero: int = 3
     store_optimizer: Axes = ()
     activations: tuple[str, ...] = ("batch", "seq", "kvseq", "position")
+    zigzag: Mapping[str, Axes] = field(default_factory=dict)
+    context: str = "gather"
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise UserError(f"zero={self.zero!r} must be 0, 1 (optimizer state), 2 (gradients) or 3 (parameters)")
+        if self.context not in CONTEXTS:
+            raise UserError(f"context={self.context!r} must be one of {', '.join(CONTEXTS)}")
 
     def stores(self, tree: str = "params") -> tuple[Axes, ...]:
         """The axes that hold a tree at rest beside the compute axes, in groups that are laid out one after the other:
@@ -59,12 +75,19 @@ def standard_rules(
     store: Axes = (),
     zero: int | None = None,
     store_optimizer: Axes = (),
+    context: str = "gather",
+    zigzag: bool | None = None,
 ) -> Rules:
     """The usual table for the models of this library, of the axes that the mesh has.
 
     batch on dp, seq on cp, attention heads (kv and group), mlp and vocab on tp; with `sequence_parallel` the sequence
     between blocks, `seq*`, lies on tp too. `store` adds axes that hold trees at rest, `zero` says which trees (see
     `Rules`; None: 3). With a `zero` of 1 or more and no `store`, that is fsdp, or dp where the mesh has no fsdp.
+
+    context: how attention reads a sequence on cp (see `Rules`); "ulysses" takes cp, or cp_kv and cp_group where the
+    mesh has them, and "ulysses+ring" cp_ring beside: make_mesh(…, also=fmegatron.parallel.context.factoring(…)).
+    zigzag: give out the sequence in the order that balances a causal mask; None: unless attention has whole sequences
+    ("ulysses"). Raises UserError for a mesh without the axes that `context` needs.
     """
 
     def present(*names: str) -> tuple[str, ...]:
@@ -83,8 +106,26 @@ def standard_rules(
         "position": None,  # rows of a table of learned positions
         "kvseq": None,  # the sequence of keys and values, which attention reads whole
     }
+    zigzag = context != "ulysses" if zigzag is None else zigzag
     if sequence_parallel:
         compute["seq*"] = present("cp", "tp")
+    if context in ("ulysses", "ulysses+ring"):
+        if context == "ulysses+ring" and not present("cp_ring"):
+            raise UserError(
+                'context="ulysses+ring" needs mesh axes cp_ring, cp_kv and cp_group: '
+                'make_mesh(axes, also=factoring(axes, "ulysses+ring", …)) of fmegatron.parallel.context makes them'
+            )
+        cut = present("cp_kv", "cp_group")
+        compute["seq**"] = present("cp_ring")
+        compute["kv**"] = (*mesh.expand(compute["kv"]), *(present("cp_kv") if cut else present("cp")))
+        compute["group**"] = (*mesh.expand(compute["group"]), *present("cp_group"))
     if zero and not store:
         store = present("fsdp") or present("dp")
-    return Rules(compute=compute, store=store, zero=3 if zero is None else zero, store_optimizer=store_optimizer)
+    return Rules(
+        compute=compute,
+        store=store,
+        zero=3 if zero is None else zero,
+        store_optimizer=store_optimizer,
+        zigzag={"seq": present("cp_ring") if context == "ulysses+ring" else present("cp")} if zigzag else {},
+        context=context,
+    )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ from fmegatron.precision import Precision
 from fmegatron.product import product
 from fmegatron.rules import Rules, base
 from fmegatron.spec import Param, params_of
+from fmegatron.zigzag import zigzag_positions
 
 NO_CAST = (None, None, None)
 
@@ -72,6 +73,10 @@ class Sharding:
                 self.mesh.expand(axes)
             except ShardingError as e:
                 raise ShardingError(f"{argument}={axes!r}: {e}") from None
+        for name, row in self.rules.zigzag.items():
+            axes, held = self.mesh.expand(row), lay.axes_of(name, self.mesh, self.rules)
+            if axes != held[: len(axes)]:
+                raise ShardingError(f"zigzag {name}={row!r} must be the first axes of the dim's row, which is {held}")
 
     def with_tape(self, tape: Any) -> Sharding:
         """The same sharding with the tape of one run of a block."""
@@ -84,6 +89,16 @@ class Sharding:
         other = object.__new__(Sharding)
         other.__dict__.update(self.__dict__, delayed=True)
         return other
+
+    @contextlib.contextmanager
+    def others_refused(self) -> Iterator[None]:
+        """While gradients are `delayed`: parameters that are used by the sharding of which this one was made raise, as
+        their gradients would be summed twice."""
+        self._plans["delayed"] = self._plans.get("delayed", 0) + 1
+        try:
+            yield
+        finally:
+            self._plans["delayed"] -= 1
 
     # ------------------------------------------------------------------------------------------------------- equations
 
@@ -182,9 +197,11 @@ class Sharding:
     def index(self, dim: str, n: int, *, device: torch.device | str | None = None) -> torch.Tensor:
         """The global positions that this rank holds of a dim of global size n: int64, one dim. The only source of
         positions, masks, counters of dropout and token order, whatever the placement."""
-        positions = self.positions(
-            lay.axes_of(dim, self.mesh, self.rules) if self.mesh is not None else (), n, dim, device
-        )
+        axes = lay.axes_of(dim, self.mesh, self.rules) if self.mesh is not None else ()
+        positions = self.positions(axes, n, dim, device)
+        if (ranks := self._zigzag(dim, axes)) > 1:
+            self._part(n, axes, dim, ranks)
+            positions = zigzag_positions(positions, n, ranks)
         if self.check is None:
             return positions
         assert self.mesh is not None
@@ -203,10 +220,22 @@ class Sharding:
     def local_size(self, dim: str, n: int) -> int:
         """How much of a dim of global size n each rank holds. Raises ShardingError when it does not divide."""
         axes = self.axes(dim)
-        return self._part(n, axes, dim) if axes else n
+        return self._part(n, axes, dim, self._zigzag(dim, axes)) if axes else n
 
-    def _part(self, n: int, axes: tuple[str, ...], what: str) -> int:
+    def _zigzag(self, dim: str, axes: tuple[str, ...]) -> int:
+        """The number of ranks in whose zigzag order a dim on these axes is; 1 for the plain order."""
+        if self.mesh is None or not self.rules.zigzag:
+            return 1
+        zigzag = lay.zigzag_axes(dim, self.mesh, self.rules)
+        return self.mesh.size(zigzag) if set(zigzag) & set(axes) else 1
+
+    def _part(self, n: int, axes: tuple[str, ...], what: str, zigzag: int = 1) -> int:
         assert self.mesh is not None
+        if zigzag > 1 and n % (2 * zigzag):
+            raise ShardingError(
+                f"dim {what!r} of size {n} does not divide by {2 * zigzag}, twice the {zigzag} ranks of its zigzag "
+                "order: choose a size or a mesh that divides, or rules whose zigzag does not list it"
+            )
         size = self.mesh.size(axes)
         if n % size:
             raise ShardingError(
@@ -233,6 +262,11 @@ class Sharding:
         compute = self.compute_dtype(param)
         if self.mesh is None:
             return w.to(compute)
+        if not self.delayed and not torch.compiler.is_compiling() and self._plans.get("delayed"):
+            raise ShardingError(
+                f"parameter {param.dims!r} is used by a Sharding that is not ctx.sh, while accumulate(…, spec=…) delays the "
+                "sums of gradients: read parameters by ctx.sh in the loss"
+            )
         steps, _, target = self._uses(param)
         with self._unchecked():
             if steps:
@@ -260,12 +294,12 @@ class Sharding:
                 g = run_step(g, self.mesh, step)
         return g.to(self.param_dtype(param))
 
-    def at_rest(self, x: torch.Tensor, param: Param, tree: str = "params") -> torch.Tensor:
-        """This rank's shard of a parameter as the leaf that trees hold: a DTensor, or x itself on one rank. tree:
+    def at_rest(self, x: torch.Tensor, param: Param, of: str = "params") -> torch.Tensor:
+        """This rank's shard of a parameter as the leaf that trees hold: a DTensor, or x itself on one rank. of:
         "params", or "optimizer" for what the optimizer keeps of it."""
         if self.mesh is None or self.mesh.device_mesh is None:
             return x
-        return self._dtensor(x, self.stored_placements(param, tree), param.shape)
+        return self._dtensor(x, self.stored_placements(param, of), param.shape)
 
     def shard(self, x: torch.Tensor, dims: str) -> torch.Tensor:
         """This rank's part of a global tensor: local, of the layout that `dims` stands for."""
@@ -358,20 +392,20 @@ class Sharding:
         types = lay.layout(parse_side(dims), self.mesh, self.rules, rest="I")
         return [placement_of(types[a]) for a in self.mesh.order]
 
-    def stored_placements(self, param: Param, tree: str = "params") -> list[Placement]:
+    def stored_placements(self, param: Param, of: str = "params") -> list[Placement]:
         """The placements of a parameter at rest, in the order of `axis_order` (which is that of the DeviceMesh); with
-        tree="optimizer", of the optimizer's state for it."""
+        of="optimizer", of the optimizer's state for it."""
         if self.mesh is None:
             return []
-        at_rest = self._stored(param, tree)[1]
+        at_rest = self._stored(param, of)[1]
         types: dict[str, Type] = {a: d for d, by in enumerate(at_rest) for a in by}
         return [placement_of(types[a]) if a in types else Replicate() for a in self.mesh.order]
 
-    def stored_shape(self, param: Param, tree: str = "params") -> tuple[int, ...]:
-        """The shape of each rank's shard of a parameter at rest; with tree="optimizer", of the optimizer's state."""
+    def stored_shape(self, param: Param, of: str = "params") -> tuple[int, ...]:
+        """The shape of each rank's shard of a parameter at rest; with of="optimizer", of the optimizer's state."""
         if self.mesh is None:
             return param.shape
-        return tuple(n // self.mesh.size(by) for n, by in zip(param.shape, self._stored(param, tree)[1], strict=True))
+        return tuple(n // self.mesh.size(by) for n, by in zip(param.shape, self._stored(param, of)[1], strict=True))
 
     def stored_index(self, param: Param) -> tuple[torch.Tensor | None, ...] | None:
         """Per dim the global positions of this rank's shard at rest (None: all of them); None without a mesh."""
@@ -381,6 +415,13 @@ class Sharding:
             self.positions(by, n, name) if self.mesh.live(by) else None
             for n, by, name in zip(param.shape, self._stored(param)[1], param.names, strict=True)
         )
+
+    def state_axes(self) -> tuple[str, ...]:
+        """The axes larger than one that the rules name for the optimizer's state beyond those for parameters."""
+        if self.mesh is None:
+            return ()
+        further = self.rules.stores("optimizer")[len(self.rules.stores()) :]
+        return self.mesh.live(a for axes in further for a in self.mesh.expand(axes))
 
     def held_by(self, param: Param) -> tuple[str, ...]:
         """The axes larger than one that cut a parameter at rest: those over which a sum of its elements must run."""
@@ -454,6 +495,18 @@ class Sharding:
     def _plan_resolve(self, side: str, partial: str, to: str) -> Any:
         return lay.resolve_plan(parse_side(side), partial.split(), parse_side(to), self.mesh, self.rules)  # type: ignore[arg-type]
 
+    def steps_of(self, param: Param, what: str) -> tuple[Step, ...]:
+        """The arrows of a local leaf. "enter": from rest to what equations read; "leave": of its gradient, back;
+        "settle": of its gradient from there to the layout of the optimizer's state, by the sums that `delayed` left or
+        by a cut; "return": of new values from that layout to the parameter's; "shard": the way there."""
+        if self.mesh is None:
+            return ()
+        if what == "enter":
+            return self._uses(param)[0]
+        if what == "leave":
+            return dual(self._uses(param)[0])
+        return self._plan((what, param, self.delayed), self._plan_optimizer, param, what)
+
     def _uses(self, param: Param) -> tuple[tuple[Step, ...], lay.Layout, lay.Layout]:
         return self._plan(("use", param, self.delayed), self._plan_use, param)
 
@@ -471,15 +524,19 @@ class Sharding:
             steps = tuple(step for step in steps if step.kind != "I>R")
         return steps, source, target
 
-    def _plan_settle(self, param: Param, tree: str) -> tuple[Step, ...]:
+    def _plan_optimizer(self, param: Param, what: str) -> tuple[Step, ...]:
         assert self.mesh is not None
-        used, source, target = self._plan_use(param)
-        late = {a for a in self.mesh.sizes if source[a] == "I" and target[a] == "R"}
-        here, there = self._stored(param)[1], self._stored(param, tree)[1]
-        now: lay.Layout = {a: "P" if a in late else t for a, t in source.items()}
-        then: lay.Layout = {a: "P" if now[a] == "P" else "I" for a in self.mesh.sizes}
-        then = dict.fromkeys(self.mesh.sizes, "I") | {a: d for d, by in enumerate(there) for a in by}
-        return lay.steps_between(self.mesh, now, then, here, there, f"gradient of {param.dims!r}")
+        _, here, there = *self._stored(param), self._stored(param, "optimizer")[1]
+        rest, cut = (
+            dict.fromkeys(self.mesh.sizes, "I") | {a: d for d, by in enumerate(held) for a in by}
+            for held in (here, there)
+        )
+        if what == "return":
+            return lay.steps_between(self.mesh, cut, rest, there, here, f"new values of {param.dims!r}")
+        if what == "settle" and self.delayed:
+            _, source, target = self._plan_use(param)
+            rest = {a: "P" if t == "I" and target[a] == "R" else t for a, t in source.items()}
+        return lay.steps_between(self.mesh, rest, cut, here, there, f"gradient of {param.dims!r}")
 
     def _over(self, param: Param) -> tuple[str, ...]:
         assert self.mesh is not None
@@ -508,13 +565,13 @@ class Sharding:
             found |= dict.fromkeys(self.mesh.expand(name), kind)
         return found
 
-    def _stored(self, param: Param, tree: str = "params") -> tuple[lay.HeldBy, lay.HeldBy]:
+    def _stored(self, param: Param, of: str = "params") -> tuple[lay.HeldBy, lay.HeldBy]:
         assert self.mesh is not None
-        return self._plan(("stored", param, tree), self._plan_stored, param, tree)
+        return self._plan(("stored", param, of), self._plan_stored, param, of)
 
-    def _plan_stored(self, param: Param, tree: str) -> tuple[lay.HeldBy, lay.HeldBy]:
+    def _plan_stored(self, param: Param, of: str) -> tuple[lay.HeldBy, lay.HeldBy]:
         assert self.mesh is not None
-        return lay.stored(param.names, param.shape, self._own(param), self.mesh, self.rules, tree)
+        return lay.stored(param.names, param.shape, self._own(param), self.mesh, self.rules, of)
 
     def _layout(self, side: str) -> lay.Layout:
         assert self.mesh is not None

@@ -103,6 +103,7 @@ def train_step(
     sh: Sharding | None = None,
     microbatches: int = 1,
     trainable: Any = None,
+    spec: Any = None,
     donate: bool = False,
     check_finite: bool = True,
     update_extras: Callable[[Any, Any], Any] | None = None,
@@ -111,6 +112,8 @@ def train_step(
     """step(state, batch) -> (state, metrics) for `loss(params, batch, ctx) -> (terms, stats)`.
 
     weights, microbatches, trainable: as for `accumulate`.
+    spec: the parameters' spec tree, by which gradients are reduced once a step and not in every microbatch (see
+        `accumulate`). With ZeRO-1 or -2 it is needed, and `optimizer` is `with_sharded_state(…, spec, sh)`.
     donate: reuse the old state's buffers, with the memory of an in-place trainer; using that state again is an
         error. By default a step is pure. Both give bitwise the same values.
     check_finite: raise NonFiniteError, before anything is changed, for a loss or gradient that is not finite.
@@ -136,7 +139,12 @@ def train_step(
     Raises UserError with a loss_scale for a state without one. A state with one and no policy keeps it, unused.
     """
     sh = sh or Sharding()
-    gradients = accumulate(loss, microbatches, weights=weights, trainable=trainable)
+    if spec is None and sh.state_axes():
+        raise UserError(
+            f"train_step needs spec=… on a mesh with zero={sh.rules.zero}, store={sh.rules.store!r}: the spec tree of the "
+            "parameters, by which gradients go to the ranks that hold the optimizer's state"
+        )
+    gradients = accumulate(loss, microbatches, weights=weights, trainable=trainable, spec=spec)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         ctx = Ctx(sh=sh, key=None if state.key is None else fold_in(state.key, state.step), extras=state.extras)

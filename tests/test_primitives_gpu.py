@@ -5,6 +5,8 @@ import torch
 from torch.nn import functional
 
 from fmegatron.primitives import attention, cu_seqlens_of, embedding, linear_cross_entropy, rms_norm
+from fmegatron.primitives.attention import blocks
+from fmegatron.primitives.attention.mask import Mask
 from tests.test_primitives_attention import inputs, order, reference
 from tests.test_primitives_attention_forms import forms_inputs, within
 from tests.test_primitives_attention_forms import reference as reference_of_forms
@@ -95,6 +97,29 @@ def test_forms_of_attention(dtype, queries, keys, head, mask, window, softcap, s
     slack = 5 if window == 1 else 1
     near([ours, *got[:3]], [theirs, *want[:3]], dtype, slack)
     near(got[3:], want[3:], dtype, max(slack, 3))  # the sinks': a small difference of large sums
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window, softcap, by", [(None, 2.0, "order"), (40, 2.0, "order"), (None, None, "positions")])
+def test_many_blocks_of_halves(monkeypatch, dtype, window, softcap, by):
+    """At sizes of which all keys are in no block, and where queries see no key by positions."""
+    torch.manual_seed(0)
+    args = on_gpu(forms_inputs(queries=203, head=64), dtype)
+    exact = [a.detach().double().requires_grad_() for a in args]
+    at = kv_at = torch.arange(203, device="cuda")[None]
+    given = {}
+    if by == "positions":
+        kv_at = torch.randperm(203, device="cuda")[None] + 20
+        given = dict(positions=at[0], kv_positions=kv_at[0])
+    seen = within(at, kv_at, True, window)
+    monkeypatch.setattr(blocks, "HALF_BLOCK_BYTES", 1 << 17)
+    assert len(list(blocks._half_blocks(args[0], Mask(203, 203, True, window), softcap))) > 3
+    ours = attention(*args[:3], sinks=args[3], window=window, softcap=softcap, **given)
+    theirs = reference_of_forms(*exact, seen=seen, softcap=softcap)
+    g = torch.randn_like(ours)
+    got, want = torch.autograd.grad(ours, args, g), torch.autograd.grad(theirs, exact, g.double())
+    near([ours, *got[:3]], [theirs, *want[:3]], dtype)
+    near(got[3:], want[3:], dtype, slack=3)
 
 
 def test_second_derivatives_of_forms():

@@ -119,7 +119,7 @@ IN_TWO = {  # the same with two ranks; the first three are told by the parent, b
     "too many microbatches": (("--batch.microbatches", "8"), ("--batch.microbatches 8", "gives each of the 2")),
     "vocabulary that does not divide": (
         ("--mesh", "tp=2", "--model-overrides.vocab", "301"),
-        ("'embed'", "'vocab' of size 301 ", "does not divide by 2"),
+        ("the vocabulary of 301 does not divide by 2", "--mesh tp=2: use --model-overrides.vocab 302"),
     ),
     "sequence that does not divide": (
         ("--mesh", "tp=2", "--sp", "--batch.seq-len", "15"),
@@ -202,16 +202,40 @@ def test_bad_input_under_torchrun_is_told_once(files) -> None:
     assert tree_of(files) == before
 
 
-def test_wrong_names_of_choices_and_flags_are_told_by_the_parser(files, monkeypatch, capsys) -> None:
-    """Dtypes and schedules are choices: the message has the flag, the value and all of them."""
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ("--precision.params", "fp33"),
+            "--precision.params fp33 is not known; did you mean float32? Choices: float64,",
+        ),
+        (
+            ("--optim.name=adamm",),
+            "--optim.name adamm is not known; did you mean adam? Choices: adamw, adam, sgd, lion,",
+        ),
+        (("--optim.schedule", "cos"), "--optim.schedule cos is not known; did you mean cosine?"),
+        (("--optim.wsd_form", "line"), "--optim.wsd_form line is not known; did you mean linear?"),
+        (("--precision.loss-scale", "dyn"), "--precision.loss-scale dyn is not known; did you mean dynamic? Choices: "),
+        (("--model-overrides.qk-norm", "heads"), "--model-overrides.qk-norm heads is not known; did you mean head?"),
+    ],
+)
+def test_wrong_names_of_choices_are_told_in_one_line(files, monkeypatch, capsys, more, message) -> None:
+    monkeypatch.chdir(files)
+    before = tree_of(files)
+    assert cli.main(["train", *given(more)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    check(printed.err, (message,))
+    assert tree_of(files) == before
+
+
+def test_wrong_flags_are_told_by_the_parser(files, monkeypatch, capsys) -> None:
     monkeypatch.chdir(files)
     before = tree_of(files)
     for more, parts in (
-        (("--precision.params", "fp33"), ("--precision.params", "fp33", "float64", "bfloat16")),
-        (("--optim.name", "adamm"), ("--optim.name", "adamm", "adamw", "muon")),
-        (("--optim.wsd-form", "line"), ("--optim.wsd-form", "line", "linear", "minus_sqrt")),
         (("--optim.lrr", "1"), ("--optim.lrr", "--optim.lr ")),
         (("--steps", "many"), ("--steps", "many")),
+        (("--model-overrides.pattern", "half"), ("--model-overrides.pattern", "half", "full")),
     ):
         with pytest.raises(SystemExit) as end:
             cli.main(["train", *given(more)])

@@ -89,7 +89,7 @@ def summed(values: Sequence[Tensor], layouts: Sequence[tuple[Any, tuple[int, ...
                 flat = torch.cat([values[i].reshape(-1) for i in members])
                 if simulating():
                     flat = lift(flat, torch.distributed.get_world_size())
-                note_collective("all-reduce", mesh.mesh_dim_names[dim : dim + 1], mesh.size(dim), flat)
+                note_collective("all-reduce", (mesh.mesh_dim_names or ())[dim : dim + 1], mesh.size(dim), flat)
                 flat = collectives.wait_tensor(collectives.all_reduce(flat, "sum", (mesh, dim)))
                 parts = flat.split([values[i].numel() for i in members])
                 for i, part in zip(members, parts, strict=True):

@@ -23,6 +23,8 @@ from fmegatron.primitives.attention.mask import Mask
 
 BLOCK_ELEMENTS = 1 << 25  # of a block of scores
 CPU_BLOCK_ELEMENTS = 1 << 21  # on the CPU, whose caches hold no more: 2.5 times faster than with the former
+HALF_BLOCK_BYTES = 1 << 29  # of all of a block that is in memory at once: on CUDA launches bound smaller ones
+ALIGNED = 8  # keys: rows of scores of 16 bytes' multiples, without which tensor cores are slow
 WINDOW_ROWS = 64  # least queries a block where there is a window
 
 
@@ -95,23 +97,27 @@ def _halves(q: Tensor) -> bool:
 def _half_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """`forward` with products of halves. Scores are counted in soft caps, if there is one: one pass less."""
+    """`forward` with products of halves."""
     o, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:-1], dtype=torch.float32)
     kh, vh = _by_head(k), _by_head(v)
-    unit = 1.0 if softcap is None else softcap
-    for rows, columns in _blocks(q, mask):
+    for rows, columns in _half_blocks(q, mask, softcap):
         if columns.start == columns.stop:
             o[:, rows], lse[:, rows] = 0, -torch.inf
             continue
-        by_query = o[:, rows].transpose(1, 2).shape  # [batch kv q group head]
-        s = _half_scores(_by_query(q[:, rows]), kh[:, columns], scale, softcap)
-        _hide_within(s.view(*by_query[:-1], -1), mask, rows, columns, -torch.inf)
-        top = finite(s.amax(-1, keepdim=True)).mul_(unit)
-        p = torch.add(-top, s, alpha=unit, out=s).exp_()
-        total = p.sum(-1, keepdim=True)
-        lse[:, rows] = (total.log() + top).view(by_query[:-1]).transpose(1, 2)
-        mean = _product(p.to(q.dtype), vh[:, columns]).div_(total.clamp_(min=1))  # as in `forward`
-        o[:, rows] = mean.view(by_query).transpose(1, 2)
+        like = q[:, rows]
+        s = _half_scores(_by_query(like), kh[:, columns], scale, softcap)
+        if softcap is not None:
+            s.mul_(softcap)
+        _hide_within(_unfold(s, like), mask, rows, columns, -torch.inf)
+        top = s.amax(-1, keepdim=True)
+        p = s.softmax(-1)
+        del s
+        total = top - p.amax(-1, keepdim=True).log_()  # since the greatest score's is exp(top - lse)
+        mean = _product(p.to(q.dtype), vh[:, columns])
+        del p  # before the next block's are made
+        none = top == -torch.inf  # a query that sees no key
+        o[:, rows] = _unfold(mean.masked_fill_(none, 0), like).permute(0, 3, 1, 2, 4)
+        lse[:, rows] = _unfold(total.masked_fill_(none, -torch.inf), like).permute(0, 3, 1, 2, 4)[..., 0]
     return o, lse
 
 
@@ -127,32 +133,48 @@ def _half_backward(
     go: Tensor,
     glse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`backward` with products of halves: four passes over the scores between them, and two more with a soft cap."""
+    """`backward` with products of halves."""
     gq = torch.zeros_like(q, memory_format=torch.contiguous_format)
     kh, vh = _by_head(k), _by_head(v)
     gk, gv = (torch.zeros_like(t, dtype=torch.float32) for t in (kh, vh))
-    unit = 1.0 if softcap is None else softcap
-    for rows, columns in _blocks(q, mask):
+    for rows, columns in _half_blocks(q, mask, softcap):
         if columns.start == columns.stop:
             continue
-        by_query = gq[:, rows].transpose(1, 2).shape  # [batch kv q group head]
-        qr, gor, kc, vc = _by_query(q[:, rows]), _by_query(go[:, rows]), kh[:, columns], vh[:, columns]
-        above = shift(o[:, rows], go[:, rows], None if glse is None else glse[:, rows])
-        t = _half_scores(qr, kc, scale, softcap)
-        s = t if softcap is None else torch.empty_like(t)
-        torch.add(-_by_query(finite(lse[:, rows])[..., None]), t, alpha=unit, out=s)
+        like = q[:, rows]
+        qr, gor, kc, vc = _by_query(like), _by_query(go[:, rows]), kh[:, columns], vh[:, columns]
+        less = _by_query(finite(lse[:, rows])[..., None])
+        less_gs = _by_query(shift(o[:, rows], go[:, rows], None if glse is None else glse[:, rows])[..., None])
+        s = t = _half_scores(qr, kc, scale, softcap)
+        if softcap is None:
+            s.sub_(less)
+        else:
+            s = torch.add(-less, t, alpha=softcap)
         p = torch.exp(s, out=torch.empty_like(s, dtype=q.dtype))
-        _hide_within(p.view(*by_query[:-1], -1), mask, rows, columns, 0)  # here, where an element is of two bytes
+        _hide_within(_unfold(p, like), mask, rows, columns, 0)  # after exp, where an element is two bytes
         _product(p.mT, gor, out=gv[:, columns], add=True)
-        gs = _product(gor, vc.mT, out=s).sub_(_by_query(above[..., None]))
+        gs = _product(gor, vc.mT, out=s).sub_(less_gs)
         if softcap is None:
             gz = torch.mul(gs, p, out=p)
         else:
             gz = torch.ops.aten.tanh_backward.grad_input(gs.mul_(p), t, grad_input=p)
         _product(gz.mT, qr, scale, out=gk[:, columns], add=True)
-        gq[:, rows] = _product(gz, kc, scale).view(by_query).transpose(1, 2)
+        gq[:, rows] = _unfold(_product(gz, kc, scale), like).permute(0, 3, 1, 2, 4)
+        del s, t, p, gs, gz  # before the next block's are made
     gk, gv = (g.unflatten(0, (k.shape[0], k.shape[2])).transpose(1, 2) for g in (gk, gv))
     return gq, gk.to(k.dtype).contiguous(), gv.to(v.dtype).contiguous()
+
+
+def _half_blocks(q: Tensor, mask: Mask, softcap: float | None) -> Iterator[tuple[slice, slice]]:
+    """As `_blocks`, but of twice as many queries where they see few keys, and with keys from a multiple of ALIGNED to
+    another or the end, which adds some that no query sees."""
+    elements = HALF_BLOCK_BYTES // (8 if softcap is None else 10)  # the most bytes that an element of a block takes
+    elements = max(1, elements // max(1, q.shape[0] * q.shape[2] * q.shape[3]))
+    size = 2 * elements // max(1, mask.keys) if mask.window is None else max(WINDOW_ROWS, mask.window)
+    for rows, columns in mask.blocks(max(1, size), elements):
+        if columns.start < columns.stop:
+            stop = min(mask.keys, -(-columns.stop // ALIGNED) * ALIGNED)
+            columns = slice(columns.start // ALIGNED * ALIGNED, stop)
+        yield rows, columns
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -161,12 +183,18 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def _by_query(x: Tensor) -> Tensor:
-    """[batch seq kv group head] -> [batch·kv seq·group head]: a matrix for each head of the keys."""
-    return _by_head(x).flatten(1, 2)
+    """[batch q kv group head] -> [batch·kv group·q head]: a matrix for each head of the keys."""
+    return x.permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(1, 2)
+
+
+def _unfold(x: Tensor, like: Tensor) -> Tensor:
+    """[batch·kv group·q …] -> [batch kv group q …], by like[batch q kv group head]."""
+    batch, queries, kv, group, _ = like.shape
+    return x.view(batch, kv, group, queries, x.shape[-1])
 
 
 def _half_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """z, or with a soft cap tanh(z / softcap): float32[batch·kv q·group k]."""
+    """z, or with a soft cap tanh(z / softcap): float32[batch·kv group·q k]."""
     if softcap is None:
         return _product(q, k.mT, scale)
     return _product(q, k.mT, scale / softcap).tanh_()
@@ -180,14 +208,14 @@ def _product(a: Tensor, b: Tensor, scale: float = 1, *, out: Tensor | None = Non
 
 
 def _hide_within(s: Tensor, mask: Mask, rows: slice, columns: slice, value: float) -> None:
-    """`value`, in place, where a key is not seen: s[batch kv q group k]. By order alone, the keys that the first query
+    """`value`, in place, where a key is not seen: s[batch kv group q k]. By order alone, the keys that the first query
     sees are left out, since all queries see them."""
     start = columns.start
     if mask.plain:
         start = min(max(start, rows.start + mask.keys - mask.queries + 1), columns.stop)
     seen = mask.seen(rows, slice(start, columns.stop), s.device)
     if seen is not None:
-        s[..., start - columns.start :].masked_fill_(~seen[:, None, :, None], value)
+        s[..., start - columns.start :].masked_fill_(~seen[:, None, None], value)
 
 
 def second_order(

@@ -1,0 +1,116 @@
+"""Are the values of all ranks those of one device? By which bound, and if not, which leaf is furthest off?
+
+In float64 the bound is ‖g - r‖ <= 1e-10 · max(‖r‖, floor), floor = 1e-3 · ‖all‖ ÷ √leaves over the leaves of one tree:
+some leaves have a zero gradient (a key's bias without rotary positions), which is pure rounding.
+
+In a lower precision p nothing is guessed. One device computes in float64 (r) and in p (q), so that ‖q - r‖ is what the
+roundings of p do to this leaf in this program. A layout makes the same roundings, and others where a sum is cut into n
+parts of which each is rounded: by the probabilistic model of rounding (Higham & Mary 2019) independent errors add as
+their root, at most √n times one. So ‖g - r‖ <= FACTOR · √(1 + n) · max(‖q - r‖, share · max(‖r‖, floor)), where n is
+ranks × microbatches, share = ‖q - r‖ ÷ ‖r‖ over the whole tree (the error of one leaf may be small by luck; the tree's
+is a mean over many), and FACTOR = 3 allows for three standard deviations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fmegatron.testing.running import Outcome, Piece
+
+FLOAT64_BOUND = 1e-10
+FLOOR = 1e-3
+FACTOR = 3.0
+TINY = 1e-300
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one leaf is off. error: relative, ‖g - r‖ ÷ max(‖r‖, floor); allowed: by the bound, in the same unit."""
+
+    what: str
+    leaf: str
+    error: float
+    allowed: float
+    placements: str = ""
+    shape: tuple[int, ...] = ()
+    rank: int = 0
+
+    @property
+    def share(self) -> float:
+        """Of what is allowed; over 1 is a failure."""
+        return self.error / self.allowed if self.allowed else math.inf if self.error else 0.0
+
+    def __str__(self) -> str:
+        where = f" {'×'.join(map(str, self.shape))} at ({self.placements})" if self.placements else ""
+        return f"{self.what} {self.leaf}{where}: off by {self.error:.1e} on rank {self.rank}, allowed {self.allowed:.1e}"
+
+
+def differences(
+    ranks: Sequence[Outcome], want: Outcome, *, low: Outcome | None = None, parts: int = 1
+) -> list[Difference]:
+    """The difference of every leaf. want: of one device in float64. low: of one device in the ranks' precision, for the
+    bound of a lower precision; parts: into how many a sum may be cut."""
+    found = []
+    for what, leaves in want.items():
+        floor = FLOOR * _norm([p.value for p in leaves.values()]) / math.sqrt(max(1, len(leaves)))
+        scales = {n: max(_norm([p.value]), floor, TINY) for n, p in leaves.items()}
+        allowed = dict.fromkeys(leaves, FLOAT64_BOUND)
+        if low is not None:
+            allowed = _allowed(leaves, low[what], scales, parts)
+        for name, piece in leaves.items():
+            pieces = [outcome[what].get(name) for outcome in ranks]
+            error, rank = _off(pieces, piece.value.double())
+            mine = ranks[rank][what].get(name)
+            shown = mine.placements if mine else ""
+            found.append(
+                Difference(what, name, error / scales[name], allowed[name], shown, tuple(piece.value.shape), rank)
+            )
+    return found
+
+
+def _allowed(
+    want: dict[str, Piece], low: dict[str, Piece], scales: dict[str, float], parts: int
+) -> dict[str, float]:
+    errors = {n: _norm([low[n].value.double() - p.value.double()]) for n, p in want.items()}
+    whole = math.sqrt(sum(e * e for e in errors.values())) / max(_norm([p.value for p in want.values()]), TINY)
+    grow = FACTOR * math.sqrt(1 + parts)
+    return {n: grow * max(errors[n] / scales[n], whole, torch.finfo(torch.float32).eps) for n in want}
+
+
+def _off(pieces: Sequence[Piece | None], want: Tensor) -> tuple[float, int]:
+    """(‖g - r‖ of the whole leaf, the rank that is furthest off). Of replicas the worst counts; a value that is not
+    finite, has another shape or is missing is infinitely far off."""
+    worst: dict[tuple, float] = {}
+    off, rank = -1.0, 0
+    for r, piece in enumerate(pieces):
+        error = math.inf
+        if piece is not None:
+            theirs = want
+            for d, (start, n) in enumerate(piece.where):
+                theirs = theirs.narrow(d, start, n)
+            if theirs.shape == piece.value.shape:
+                error = float((piece.value.double() - theirs).norm())
+                error = error if math.isfinite(error) else math.inf
+        if error > off:
+            off, rank = error, r
+        where = piece.where if piece is not None else ()
+        worst[where] = max(worst.get(where, 0.0), error)
+    return math.sqrt(sum(e * e for e in worst.values())), rank
+
+
+def _norm(values: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(v.double().square().sum()) for v in values))
+
+
+def unequal(ranks: Sequence[Outcome], one: str, other: str) -> str | None:
+    """The first leaf whose values under two names are not bitwise equal on some rank."""
+    for r, outcome in enumerate(ranks):
+        for name, piece in outcome[one].items():
+            if not torch.equal(piece.value, outcome[other][name].value):
+                return f"{other} {name} on rank {r}"
+    return None

@@ -1,0 +1,170 @@
+"""A layout as one line that can be pasted back: `dp=2,tp=2 sp zero=3 micro=2 remat=attention packed`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fmegatron.errors import UserError
+from fmegatron.mesh import parse_axes
+
+DATA = ("dp", "fsdp")  # axes that divide the batch
+STORES = (*DATA, "cp")  # axes over which parameters are used alike, so that they can hold them at rest
+MASKS = ("full", "uneven", "padded", "row")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All that a layout says. `str(layout)` is one line, and `Layout.parse` reads it; only what differs from the
+    defaults is written, and anything is legal that the model and the batch allow (`why_illegal`).
+
+    mesh: axes in rank order, the last one's ranks adjacent: dp, fsdp (batch rows), cp (sequence), tp.
+    sp: sequence parallelism: between blocks the sequence lies on tp too.
+    zero: 0, every rank holds all parameters that its model axes leave; 3, they rest cut over `store`.
+    store: axes that hold parameters at rest with zero=3, joined by "+"; "" means all of dp, fsdp and cp. Fewer of them
+        is hybrid sharding: `fsdp=2,dp=2 zero=3 store=fsdp`.
+    micro: microbatches.
+    remat: what blocks keep for their backward: everything, nothing, or names of computations joined by "+".
+    cp: how attention reaches the keys of other ranks: gather.
+    packed: each row is several documents.
+    mask: which tokens count: all (full), unequally many a row (uneven), rows of unequal lengths (padded), or none in
+        the first microbatch of the first rank (row).
+    rows, seq: of the global batch; None means the smallest that the layout can cut, with an uneven last microbatch.
+    """
+
+    mesh: str = "dp=1"
+    sp: bool = False
+    zero: int = 0
+    store: str = ""
+    micro: int = 1
+    remat: str = "everything"
+    cp: str = "gather"
+    packed: bool = False
+    mask: str = "full"
+    rows: int | None = None
+    seq: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            raise UserError('layout: mesh is empty: name at least one axis, such as "dp=1"')
+        if self.zero not in (0, 3):
+            raise UserError(f"layout {self}: zero={self.zero} is not supported: use 0 or 3")
+        if self.cp != "gather":
+            raise UserError(f"layout {self}: cp={self.cp} is not supported: use gather")
+        if self.mask not in MASKS:
+            raise UserError(f"layout {self}: mask={self.mask} is not known: use one of {', '.join(MASKS)}")
+        if self.store and not self.zero:
+            raise UserError(f"layout {self}: store={self.store} needs zero=3")
+        for name in filter(None, self.store.split("+")):
+            if name not in self.axes:
+                raise UserError(f"layout {self}: store={self.store} names an axis that the mesh lacks")
+        for name, value in (("micro", self.micro), ("rows", self.rows), ("seq", self.seq)):
+            if value is not None and value < 1:
+                raise UserError(f"layout {self}: {name}={value} must be 1 or more")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """{axis: size}, in rank order."""
+        return parse_axes(self.mesh, argument="layout")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.axes.values())
+
+    def size(self, *names: str) -> int:
+        """The product of the sizes of some axes; an absent one counts as 1."""
+        return math.prod(self.axes.get(n, 1) for n in names)
+
+    @property
+    def store_axes(self) -> tuple[str, ...]:
+        """The axes that hold parameters at rest beside those that the equations use."""
+        if not self.zero:
+            return ()
+        return tuple(self.store.split("+")) if self.store else tuple(a for a in self.axes if a in STORES)
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """(rows, tokens a row) of the global batch."""
+        data, cp = self.size(*DATA), self.size("cp")
+        cuts = cp * (self.size("tp") if self.sp else 1) * (1 + (cp > 1))  # twice for a zigzag order
+        each = max(self.micro + (self.micro > 1), -(-3 // data))
+        return self.rows or data * each, self.seq or cuts * -(-6 // cuts)
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """The layout of a line. Raises UserError for a word that is not known."""
+        mesh, found = "dp=1", {}
+        known = {f.name: f.type for f in dataclasses.fields(cls) if f.name != "mesh"}
+        for n, word in enumerate(text.split()):
+            name, _, value = word.partition("=")
+            if n == 0 and (name not in known or value[:1].isdigit() and name == "cp"):
+                mesh = word
+            elif name not in known or name in found:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise UserError(f"layout {text!r}: {word!r} is not known or there twice{hint} Words are {', '.join(known)}")
+            else:
+                found[name] = _value(text, word, known[name], value)
+        return cls(mesh, **found)
+
+    def __str__(self) -> str:
+        words = [self.mesh]
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name != "mesh" and value != f.default:
+                words.append(f.name if value is True else f"{f.name}={value}")
+        return " ".join(words)
+
+    def simpler(self) -> Iterator[Layout]:
+        """Layouts that ask for less, the greatest step first: fewer ranks, then one option at its default."""
+        axes = self.axes
+        for name, size in axes.items():
+            for smaller in (n for n in range(1, size) if size % n == 0 or n == 2):
+                rest = {n: smaller if n == name else s for n, s in axes.items() if n != name or smaller > 1}
+                yield from self._changed(mesh=",".join(f"{n}={s}" for n, s in rest.items()) or "dp=1")
+        for f in dataclasses.fields(self):
+            if f.name != "mesh" and getattr(self, f.name) != f.default:
+                yield from self._changed(**{f.name: f.default})
+        for micro in range(2, self.micro):
+            yield from self._changed(micro=micro)
+        if self.mask in ("padded", "row"):
+            yield from self._changed(mask="uneven")
+        plain = sorted(axes, key=[*STORES, "tp", *axes].index)
+        if list(axes) != plain:
+            yield from self._changed(mesh=",".join(f"{n}={axes[n]}" for n in plain))
+
+    def _changed(self, **changes: Any) -> Iterator[Layout]:
+        if "mesh" in changes:
+            left = parse_axes(changes["mesh"])
+            kept = [n for n in self.store.split("+") if n in left]
+            store = "+".join(kept) if kept else ""
+            changes |= {"store": store, "zero": self.zero if any(n in left for n in STORES) else 0}
+            if changes["zero"] == 0:
+                changes["store"] = ""
+            if "tp" not in left:
+                changes["sp"] = False
+        if changes.get("zero") == 0:
+            changes["store"] = ""
+        try:
+            yield dataclasses.replace(self, **changes)
+        except UserError:
+            return
+
+
+def _value(text: str, word: str, kind: Any, value: str) -> Any:
+    if kind == "bool":
+        if value:
+            raise UserError(f"layout {text!r}: {word!r} takes no value")
+        return True
+    if kind.startswith("int"):
+        if not value.isdigit():
+            raise UserError(f"layout {text!r}: {word!r} needs a whole number")
+        return int(value)
+    if not value:
+        raise UserError(f"layout {text!r}: {word!r} needs a value")
+    return value

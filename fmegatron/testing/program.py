@@ -1,0 +1,217 @@
+"""What is checked: a model as two functions, made for one layout, with its parameters and batches on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmegatron import random, tree
+from fmegatron.checking import infer_over
+from fmegatron.context import Ctx
+from fmegatron.errors import UserError
+from fmegatron.mesh import Mesh, make_mesh
+from fmegatron.parallel.legality import check_layout
+from fmegatron.precision import Precision
+from fmegatron.remat import names, nothing
+from fmegatron.rules import Rules, base, standard_rules
+from fmegatron.sharding import Sharding
+from fmegatron.spec import init, params_of
+from fmegatron.split import everything
+from fmegatron.testing.batches import make_batch
+from fmegatron.testing.layout import DATA, Layout
+
+NOISE = 0.3  # standard deviation of what is added to initial values, so that no norm or bias is trivially right
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model as the harness runs it.
+
+    model: an object or module with `spec()`, `loss(params, batch, ctx)` and maybe `weights(batch)`; or these functions
+        as a tuple.
+    rows: rules for its dims in place of, or beside, the standard ones: {"expert": "dp"}. Axes that a mesh lacks are
+        left out.
+    batch: a dict of global tensors, or a function (rows, seq, seed) -> dict; None: tokens and labels of the spec's
+        `vocab`, as `make_batch` draws them.
+    dims: the dims of each tensor of the batch; by default "batch seq" for two dims and "batch" for one.
+    params: global values in place of drawn ones.
+    """
+
+    model: Any
+    rows: Mapping[str, Any] | None = None
+    batch: Any = None
+    dims: Mapping[str, str] | None = None
+    params: Any = None
+
+    @property
+    def functions(self) -> tuple[Callable[[], Any], Callable[..., Any], Callable[..., Any] | None]:
+        """(spec, loss, weights or None)."""
+        if isinstance(self.model, tuple):
+            spec, loss, *rest = self.model
+            return spec, loss, rest[0] if rest else None
+        if not callable(getattr(self.model, "spec", None)) or not callable(getattr(self.model, "loss", None)):
+            raise UserError(f"{self.model!r} is no model: it needs spec() and loss(params, batch, ctx), or give (spec, loss)")
+        return self.model.spec, self.model.loss, getattr(self.model, "weights", None)
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """{dim: size} of the spec's dims."""
+        found = params_of(self.functions[0]()).values()
+        return {base(n): size for p in found for n, size in zip(p.names, p.shape, strict=True)}
+
+    @functools.cached_property
+    def has_remat(self) -> bool:
+        """Can the layout's remat policy be given to the model, a dataclass with a field `save`?"""
+        return dataclasses.is_dataclass(self.model) and any(f.name == "save" for f in dataclasses.fields(self.model))
+
+    def on(self, layout: Layout) -> Program:
+        """The model with the layout's options that are its own."""
+        if layout.remat == "everything":
+            return self
+        if not self.has_remat:
+            raise UserError(
+                f"layout {layout}: remat={layout.remat} needs a model that is a dataclass with a field `save`, as Decoder is"
+            )
+        policy = nothing if layout.remat == "nothing" else names(*layout.remat.split("+"))
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, save=policy))
+
+    def spec(self) -> Any:
+        """The spec, with what each parameter is applied `over` inferred where it is left out."""
+        spec, loss, _ = self.functions
+        found = spec()
+        if all(p.over is not None for p in params_of(found).values()):
+            return found
+        params = init(found, random.key(0))
+        mesh = make_mesh("dp=1,cp=1,tp=1", abstract=True, device="cpu")
+
+        def program(params: Any, batch: Any, sh: Sharding) -> Tensor:
+            terms, _ = loss(params, batch, Ctx(sh=sh))
+            terms = {"": terms} if not isinstance(terms, Mapping) else terms
+            return functools.reduce(torch.add, [sh.sum(t.items, f"{t.dims} ->") for t in terms.values()])
+
+        return infer_over(program, found, params, self.batch_of(Layout()), self.rules(mesh, Layout(sp=True)))
+
+    # ------------------------------------------------------------------------------------------------ mesh and rules
+
+    def mesh(self, layout: Layout, *, device: str = "cpu", abstract: bool = False) -> Mesh:
+        """The layout's mesh over the ranks of this program, or of any number if it is abstract."""
+        return make_mesh(layout.mesh, kv_heads=self.sizes.get("kv"), device=device, abstract=abstract)
+
+    def rules(self, mesh: Mesh, layout: Layout) -> Rules:
+        """The standard rules for the dims that the model has, with its own rows."""
+        standard = standard_rules(mesh, sequence_parallel=layout.sp, store=layout.store_axes)
+        known = {*self.sizes, *map(base, standard.activations)}
+        rows = {n: row for n, row in standard.compute.items() if base(n) in known}
+        for name, row in (self.rows or {}).items():
+            given = (row,) if isinstance(row, str) else tuple(row or ())
+            rows[name] = tuple(a for a in given if a in mesh.names or a in mesh.sizes)
+        return dataclasses.replace(standard, compute=rows, activations=(*standard.activations, *(self.rows or {})))
+
+    def sharding(
+        self, layout: Layout, precision: Precision, *, device: str = "cpu", abstract: bool = False
+    ) -> Sharding:
+        """`sh` for the layout."""
+        mesh = self.mesh(layout, device=device, abstract=abstract)
+        return Sharding(mesh, self.rules(mesh, layout), precision=precision)
+
+    def why_illegal(self, layout: Layout) -> str | None:
+        """The message that refuses the layout; None if it is legal."""
+        try:
+            if layout.remat != "everything":
+                self.on(layout)
+            sh = self.sharding(layout, Precision(), abstract=True)
+            rows, seq = layout.batch
+            assert sh.mesh is not None
+            heads = self.sizes.get("kv", 1) * self.sizes.get("group", 1) if "kv" in self.sizes else layout.size("tp")
+            check_layout(
+                sh.mesh,
+                heads=heads,
+                batch_size=rows,
+                seq_len=seq,
+                microbatches=layout.micro,
+                sequence_parallel=layout.sp,
+                store=layout.store_axes,
+            )
+            sh.check_spec(self.functions[0]())
+        except UserError as error:
+            return str(error)
+        return None
+
+    # ------------------------------------------------------------------------------------------------------- values
+
+    def batch_of(self, layout: Layout, *, seed: int = 0) -> dict[str, Tensor]:
+        """The global batch."""
+        rows, seq = layout.batch
+        if callable(self.batch):
+            return self.batch(rows, seq, seed)
+        if self.batch is not None:
+            return dict(self.batch)
+        if "vocab" not in self.sizes:
+            raise UserError("no parameter has a dim `vocab`: give batch=, a function (rows, seq, seed) -> dict of tensors")
+        empty = max(1, -(-rows // layout.size(*DATA) // layout.micro))
+        return make_batch(
+            self.sizes["vocab"], rows, seq, mask=layout.mask, packed=layout.packed, empty=min(empty, rows - 1), seed=seed
+        )
+
+    def dims_of(self, name: str, x: Tensor) -> str:
+        """The dims of one tensor of the batch."""
+        if self.dims and name in self.dims:
+            return self.dims[name]
+        if x.ndim not in (1, 2):
+            raise UserError(f"the batch's {name!r} of shape {tuple(x.shape)} needs its dims: give dims={{{name!r}: …}}")
+        return "batch seq" if x.ndim == 2 else "batch"
+
+    def params_of(self, spec: Any, dtype: torch.dtype, *, seed: int = 0) -> Any:
+        """Global parameters: initial values with noise on all of them, in `dtype`."""
+        if self.params is not None:
+            return tree.tree_map(lambda t: t.to(dtype), self.params)
+        start = init(spec, random.key(seed), sh=Sharding(precision=Precision(params=torch.float64)))
+        noise = [
+            random.normal(random.fold_in(random.key(seed + 1), i), x.shape, dtype=torch.float64) * NOISE
+            for i, x in enumerate(tree.leaves(start))
+        ]
+        return tree.like(start, [(a + b.to(a.dtype)).to(dtype) for a, b in zip(tree.leaves(start), noise, strict=True)])
+
+
+def program_of(model: Any, **options: Any) -> Program:
+    """A model, or a program as it is."""
+    return model if isinstance(model, Program) else Program(model, **options)
+
+
+# A Decoder holds functions made when it is made, so what travels to another process is how to make it.
+
+
+def packed(program: Program) -> Any:
+    """The program as something that pickles."""
+    model = program.model
+    if dataclasses.is_dataclass(model) and not isinstance(model, type):
+        fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
+        how: tuple[str, Any] = ("fields", (type(model), fields))
+    elif isinstance(model, types.ModuleType):
+        how = ("module", model.__name__)
+    else:
+        how = ("object", model)
+    return how, program.rows, program.batch, program.dims, program.params
+
+
+def unpacked(found: Any) -> Program:
+    """What `packed` packed."""
+    import importlib
+
+    (kind, what), *rest = found
+    if kind == "fields":
+        what = what[0](**what[1])
+    elif kind == "module":
+        what = importlib.import_module(what)
+    return Program(what, *rest)
+
+
+__all__: Sequence[str] = ("Program", "packed", "program_of", "unpacked")

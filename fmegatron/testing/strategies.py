@@ -1,0 +1,118 @@
+"""Hypothesis strategies: layouts that are legal for a model, small configs of a family, batches.
+
+All of them shrink towards what asks for least: few ranks, plain options, the smallest model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fmegatron.models import DecoderConfig
+from fmegatron.testing.batches import make_batch
+from fmegatron.testing.layout import MASKS, STORES, Layout
+from fmegatron.testing.models import LEGAL_VOCAB, ODD_VOCAB, SHAPES, small_config
+from fmegatron.testing.program import program_of
+
+AXES = ("dp", "fsdp", "cp", "tp")
+MICROBATCHES = (1, 2, 3)
+REMAT = ("everything", "attention", "nothing")
+
+
+def meshes(model: Any, world_size: int, *, axes: Sequence[str] = AXES) -> list[str]:
+    """The meshes of at most `world_size` ranks that are legal for a model, the smallest first. Axes of size one are
+    left out."""
+    program, found = program_of(model), []
+    sizes = [range(1, world_size + 1)] * len(axes)
+    for chosen in itertools.product(*sizes):
+        if math.prod(chosen) <= world_size:
+            text = ",".join(f"{a}={n}" for a, n in zip(axes, chosen, strict=True) if n > 1) or "dp=1"
+            if program.why_illegal(Layout(text)) is None:
+                found.append((math.prod(chosen), sum(n > 1 for n in chosen), text))
+    return [text for *_, text in sorted(found)]
+
+
+def stores(mesh: str) -> list[tuple[int, str]]:
+    """(zero, store) that a mesh allows, the plainest first: nothing, all axes that can hold parameters, some of them."""
+    usable = [a for a in Layout(mesh).axes if a in STORES]
+    if Layout(mesh).size(*usable) == 1:
+        return [(0, "")]
+    some = [c for n in range(1, len(usable)) for c in itertools.combinations(usable, n)]
+    return [(0, ""), (3, ""), *((3, "+".join(c)) for c in some)]
+
+
+def remats(model: Any) -> tuple[str, ...]:
+    """The remat policies that can be given to a model."""
+    return REMAT if program_of(model).has_remat else REMAT[:1]
+
+
+@st.composite
+def layouts(
+    draw: st.DrawFn, model: Any, world_size: int = 8, *, axes: Sequence[str] = AXES, masks: Sequence[str] = MASKS
+) -> Layout:
+    """A legal layout of at most `world_size` ranks for a model (or a `Program`).
+
+    axes: the mesh axes to draw from; leave out those that the model cannot use, such as cp for attention of its own
+        that does not gather keys. masks: of the batch.
+    """
+    program = program_of(model)
+    known = meshes(program, world_size, axes=axes)
+    mesh = draw(st.sampled_from(known))
+    sizes = Layout(mesh).axes
+    order = draw(st.permutations(sorted(sizes, key=list(axes).index))) if len(sizes) > 1 else list(sizes)
+    mesh = ",".join(f"{a}={sizes[a]}" for a in order)
+    sp = "tp" in sizes and draw(st.booleans())
+    zero, store = draw(st.sampled_from(stores(mesh)))
+    layout = Layout(
+        mesh,
+        sp=sp,
+        zero=zero,
+        store=store,
+        micro=draw(st.sampled_from(MICROBATCHES)),
+        remat=draw(st.sampled_from(remats(program))),
+        packed=draw(st.booleans()),
+        mask=draw(st.sampled_from(list(masks))),
+    )
+    why = program.why_illegal(layout)
+    if why is not None:  # sp may need a sequence that another rule refuses
+        layout = dataclasses.replace(layout, sp=False)
+    return layout
+
+
+@st.composite
+def configs(draw: st.DrawFn, family: str = "llama") -> DecoderConfig:
+    """A small config of a family or preset: 3 kv heads or few, one or two layers, vocab 101 or one that divides over
+    ranks, tied or not, dropout or not."""
+    base = small_config(family)
+    heads, kv_heads = draw(st.sampled_from(SHAPES + ((3, 3), (4, 1))))
+    return small_config(
+        family,
+        heads=heads,
+        kv_heads=heads if base.kv_heads == base.heads else kv_heads,
+        layers=draw(st.sampled_from((1, 2, 3))),
+        vocab=draw(st.sampled_from((LEGAL_VOCAB, ODD_VOCAB))),
+        tied=draw(st.booleans()),
+        dropout=draw(st.sampled_from((0.0, 0.2))),
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn, vocab: int, *, rows: int = 4, seq: int = 8) -> dict[str, Any]:
+    """A global batch: uneven masks, a row without a token that counts, rows that end early, packed documents."""
+    return make_batch(
+        vocab,
+        rows,
+        seq,
+        mask=draw(st.sampled_from(MASKS)),
+        packed=draw(st.booleans()),
+        empty=draw(st.integers(1, max(1, rows - 1))),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+__all__ = ["batches", "configs", "layouts", "meshes", "remats", "stores"]

@@ -1,0 +1,168 @@
+"""ZeRO: trees whose layouts at rest differ, and how leaves go from one to the other (Rajbhandari et al., 2020).
+
+Which tree lies where is a matter of `Rules` (`store`, `zero`, `store_optimizer`). Here is what follows from it: an
+optimizer whose state is cut further than the parameters, and the moves of whole trees of leaves, in as few collectives
+as there are axes and dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fmegatron import buckets, tree
+from fmegatron.collectives import Move
+from fmegatron.errors import UserError
+from fmegatron.function import apply_function
+from fmegatron.optim import leaves
+from fmegatron.optim.core import Optimizer
+from fmegatron.sharding import NO_CAST, Sharding
+from fmegatron.spec import Param, params_of
+
+# Elements of the leaves that go together outside the layers: two such buckets are under way at a time.
+BUCKET = 1 << 25
+
+
+def with_sharded_state(optimizer: Optimizer, spec: Any, sh: Sharding) -> Optimizer:
+    """An optimizer whose state lies as `sh.rules` say for it, cut further than the parameters: ZeRO-1 and -2.
+
+        optimizer = with_sharded_state(with_master(chain(clip_by_global_norm(1.0), adamw(3e-4))), spec, sh)
+
+    Put it outermost. Each rank updates its own part of every parameter, and the new parts are gathered, in buckets.
+    `init` and `update` take and give parameters at rest. Gradients may be at rest like the parameters or already cut
+    like the state, as `accumulate` gives them, and come back as they were. State: that of `optimizer` for the parts, so
+    that it can be loaded under any other stage or mesh. Where the rules cut the state no further than the parameters
+    (ZeRO-3, or none) this is `optimizer` itself. With donate the new parameters lie in the old buffers.
+    """
+    if not splits_state(spec, sh):
+        return optimizer
+
+    def cut(values: Any) -> Any:
+        return tree.tree_map(lambda t, p: _cut(t, p, sh), values, spec)
+
+    def init(params: Any) -> Any:
+        with torch.no_grad():
+            return optimizer.init(cut(params))
+
+    def update(params: Any, grads: Any, state: Any, *, donate: bool = False, **options: Any) -> Any:
+        with leaves.no_grad():
+            mine, parts = cut(params), cut(grads)
+        new, _, state = optimizer.update(mine, parts, state, donate=donate, **options)
+        with leaves.no_grad():
+            return _returned(new, params, grads, spec, sh, donate), grads, state
+
+    return Optimizer(init, update, optimizer.name, optimizer.rate, optimizer.rounds)
+
+
+def splits_state(spec: Any, sh: Sharding) -> bool:
+    """Is the optimizer's state of some parameter cut further than the parameter?"""
+    return any(sh.steps_of(p, "return") for p in params_of(spec).values())
+
+
+def sharded_like_state(values: Any, spec: Any, sh: Sharding) -> Any:
+    """Leaves at rest as the optimizer holds its state for them: this rank's parts, without communication."""
+    with torch.no_grad():
+        return tree.tree_map(lambda t, p: _cut(t, p, sh), values, spec)
+
+
+def _cut(t: Any, param: Param, sh: Sharding) -> Any:
+    """A leaf at rest cut as the optimizer's state; one that is already so, or is no floating tensor, stays."""
+    if not tree.is_float(t):
+        return t
+    steps = sh.steps_of(param, "shard")
+    if not steps or (isinstance(t, DTensor) and list(t.placements) == sh.stored_placements(param, "optimizer")):
+        return t
+    if not isinstance(t, DTensor) and not leaves.plain_only():
+        raise UserError(f"with_sharded_state needs leaves at rest (DTensors), but got a plain tensor for {param.dims!r}")
+    local = apply_function(Move, leaves.local_of(t), sh.mesh, steps, NO_CAST)
+    return sh.at_rest(local, param, "optimizer") if isinstance(t, DTensor) else local
+
+
+def _returned(new: Any, old: Any, grads: Any, spec: Any, sh: Sharding, donate: bool) -> Any:
+    """The updated parts as parameters at rest."""
+    parts, before, params = tree.leaves(new), tree.leaves(old), tree.leaves(spec)
+    out = [b if g is None else p for p, b, g in zip(parts, before, tree.leaves(grads), strict=True)]
+    rows = [i for i, p in enumerate(params) if out[i] is not before[i] and sh.steps_of(p, "return")]
+    if leaves.plain_only():
+        for i in rows:
+            local = apply_function(Move, leaves.local_of(parts[i]), sh.mesh, sh.steps_of(params[i], "return"), NO_CAST)
+            out[i] = leaves.wrapped(local, before[i])
+        return tree.like(old, out)
+    for i, x in _in_buckets_moved([parts[i] for i in rows], [params[i] for i in rows], sh, "return"):
+        if donate:
+            x = leaves.buffer_of(before[rows[i]]).copy_(x)
+        out[rows[i]] = leaves.holder_of(x, before[rows[i]])
+    return tree.like(old, out)
+
+
+def settled(grads: Sequence[Any], params: Sequence[Param], sh: Sharding) -> list[Any]:
+    """Local gradients -> those in the layout of the optimizer's state: `delayed` ones by the sums still to be made, in
+    `precision.reduce`, others by a cut. They keep their dtypes; None stays."""
+    out: list[Any] = list(grads)
+    rows = [i for i, g in enumerate(out) if g is not None and sh.steps_of(params[i], "settle")]
+    if leaves.plain_only():
+        for i in rows:
+            out[i] = apply_function(Move, out[i], sh.mesh, sh.steps_of(params[i], "settle"), NO_CAST)
+        return out
+    members = [out[i] for i in rows]
+    for i in rows:
+        out[i] = None
+    for i, x in _in_buckets_moved(members, [params[i] for i in rows], sh, "settle"):
+        out[rows[i]] = x
+    return out
+
+
+def _in_buckets_moved(xs: list[Any], params: list[Param], sh: Sharding, what: str) -> Iterator[tuple[int, Any]]:
+    """(number, local tensor) of the leaves behind their arrows, bucket by bucket, the next one under way meanwhile. The
+    list of leaves is emptied as they go."""
+    waiting: list[tuple[list[int], Callable[[], list[Any]]]] = []
+    for members in [*in_buckets([math.prod(leaves.local_of(x).shape) for x in xs]), []]:
+        if members:
+            waiting.append((members, moving([xs[i] for i in members], [params[i] for i in members], sh, what)))
+        for i in members:
+            xs[i] = None
+        while len(waiting) > (1 if members else 0):
+            done, wait = waiting.pop(0)
+            yield from zip(done, wait(), strict=True)
+
+
+def moving(xs: Sequence[Any], params: Sequence[Param], sh: Sharding, what: str) -> Callable[[], list[Any]]:
+    """Begins to take leaves through their arrows (`Sharding.steps_of`), in as few collectives as there are axes and
+    dtypes, without a graph. The function that comes back waits for them and gives the local tensors.
+
+    Parameters that enter are cast before, gradients that leave or settle are summed in `precision.reduce`.
+    """
+    plans = [sh.steps_of(p, what) for p in params]
+    flat = [leaves.local_of(x).detach() for x in xs]
+    behind: list[torch.dtype] = []
+    for i, (x, p, steps) in enumerate(zip(flat, params, plans, strict=True)):
+        dtype = x.dtype
+        if what == "enter":
+            dtype = sh.compute_dtype(p)
+        elif what == "leave" and steps or any(step.kind[0] == "P" for step in steps):
+            dtype = sh.reduce_dtype(p)
+        behind.append({"enter": dtype, "leave": sh.param_dtype(p)}.get(what, x.dtype))
+        flat[i] = x.to(dtype)
+    if sh.mesh is None:
+        return lambda: [x.to(dtype) for x, dtype in zip(flat, behind, strict=True)]
+    started = buckets.start(sh.mesh, flat, plans)
+    del flat, xs  # what is under way holds what it needs
+    return lambda: [x.to(dtype) for x, dtype in zip(started.finish(), behind, strict=True)]
+
+
+def in_buckets(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """The numbers of leaves of some sizes in their order, cut into groups of at most BUCKET elements or one leaf."""
+    group: list[int] = []
+    held = 0
+    for i, size in enumerate(sizes):
+        if group and held + size > BUCKET:
+            yield group
+            group, held = [], 0
+        group.append(i)
+        held += size
+    if group:
+        yield group
