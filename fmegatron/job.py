@@ -6,7 +6,6 @@ state, batches.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -103,8 +102,6 @@ def make_setup(
     )
     precision = make_precision(config, device)
     rules = standard_rules(mesh, sequence_parallel=config.sp, store=config.store)
-    # only some families have a table of positions; its row of the rules is no misspelt name for the others
-    rules = dataclasses.replace(rules, activations=(*rules.activations, "position"))
     sh = Sharding(mesh, rules, precision=precision)
     check_vocab(config, sizes, sh)
     sh.check_spec(Decoder(sizes).spec())
