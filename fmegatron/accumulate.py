@@ -11,7 +11,6 @@ tokens is not that, and its gradients are wrong for unequal masks: a bug that se
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from fmegatron.errors import UserError
 from fmegatron.grad import Trainable, as_at_rest, higher_order, scalar, to_local, trainable_leaves, unscaled
 from fmegatron.sharding import Sharding
 from fmegatron.tree import detached, is_tensor, leaves, like, named, tensors, tree_map
-from fmegatron.zero import settled, splits_state
+from fmegatron.zero import Reducer, cut_like_state, splits_state
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,11 @@ def accumulate(
     trainable: as for `value_and_grad`.
     dtype: gradients are accumulated in this type or their own, whichever is wider, and so come back; None means
         `ctx.sh.precision.reduce_dtype`, which is float32 or wider unless told otherwise.
-    spec: the parameters' spec tree, on a mesh. Sums over ranks that hold the same parameter are then made once behind
-        the last microbatch and not in each (what `store` cuts is reduced in each: it is nowhere whole); in buckets, in
-        `precision.reduce`; and gradients come back in the layout of the optimizer's state (`Rules.zero`). The loss must
-        read parameters by `ctx.sh`. Without it each microbatch reduces, and gradients lie like the parameters.
+    spec: the parameters' spec tree, on a mesh. Sums over ranks that hold the same parameter are then made once, in the
+        last microbatch: in `precision.reduce`, a layer's in one bucket, beside the backward of the layer before. (With
+        ZeRO-2, and where a parameter is cut, ZeRO-3, in every microbatch, as such gradients are nowhere whole.) They
+        come back in the layout of the optimizer's state (`Rules.zero`). The loss must read parameters by `ctx.sh`.
+        Without a spec each microbatch reduces, and gradients lie like the parameters.
     enter, leave: how parameters are changed once before the first microbatch, and gradients once behind the last one.
         Functions of a tree whose leaves may be None; the second is the first's transpose.
 
@@ -117,14 +117,18 @@ def accumulate(
         add_up = _add_by_torch_func if composable else _add_in_place
         sums = _Sums()
         grads: list[Any] = [None] * len(wanted)
-        for part, part_ctx in parts:
+        for number, (part, part_ctx) in enumerate(parts):
 
             def of(p: Any, part: Any = part, part_ctx: Ctx = part_ctx) -> tuple[torch.Tensor, dict[str, Any]]:
                 terms, stats = loss(p, part, part_ctx)
                 return evaluate(terms, stats, known, scale, ctx.sh, loss_scale)
 
-            with ctx.sh.others_refused() if late else contextlib.nullcontext():
+            if not late:
                 sums.add(add_up(of, params, wanted, grads, wide))
+                continue
+            reduce = ctx.sh.rules.zero == 2 or number == len(parts) - 1
+            with ctx.sh.others_refused():
+                sums.add(_add_in_place(of, params, wanted, grads, wide, (spec, ctx.sh) if reduce else None))
         total, metrics, factor = sums.finish(scale)
         if factor is not None:
             for i, g in enumerate(grads):
@@ -133,8 +137,8 @@ def accumulate(
                     grads[i] = g * c if composable else g.mul_(c)
         if leave is not None:
             grads = leaves(leave(like(params, grads)))
-        if spec is not None and ctx.sh.mesh is not None:
-            grads = settled(grads, leaves(spec), ctx.sh)
+        if spec is not None and not late:
+            grads = cut_like_state(grads, leaves(spec), ctx.sh)
         if loss_scale is not None:  # behind the sums over ranks, which may be in a narrow dtype
             grads = [unscaled(g, loss_scale, in_place=not composable) for g in grads]
         if spec is not None and splits_state(spec, ctx.sh):
@@ -272,23 +276,42 @@ class _Sums:
 
 
 def _add_in_place(
-    of: Callable, params: Any, wanted: list[bool], grads: list[Any], dtype: torch.dtype
+    of: Callable,
+    params: Any,
+    wanted: list[bool],
+    grads: list[Any],
+    dtype: torch.dtype,
+    reduce: tuple[Any, Sharding] | None = None,
 ) -> dict[str, Any]:
-    """Adds of's gradients to `grads`, each leaf's as soon as the backward has it."""
+    """Adds of's gradients to `grads`, each leaf's as soon as the backward has it.
+
+    reduce: (spec, sh): take them on to the layout of the optimizer's state: the sums so far and these (in the last
+    microbatch), or with ZeRO-2 these, which are then added to the sums, which are there already.
+    """
+    each = reduce is not None and reduce[1].rules.zero == 2
     flat = leaves(detached(params))
     inputs = [t.requires_grad_() for t, w in zip(flat, wanted, strict=True) if w]
     with torch.enable_grad():
         value, aux = of(like(params, flat))
+    seen = [False] * len(flat)
+
+    def add(i: int, g: Any) -> None:
+        if grads[i] is None:
+            grads[i] = g.to(torch.promote_types(g.dtype, dtype))
+        else:
+            grads[i].add_(g)
+
+    reducer = None if reduce is None else Reducer(reduce[0], wanted, reduce[1], add)
 
     def take(i: int) -> Callable:
         def hook(leaf: torch.Tensor) -> None:
-            g, leaf.grad = leaf.grad, None
+            g, leaf.grad, seen[i] = leaf.grad, None, True
             assert g is not None
-            wide = torch.promote_types(g.dtype, dtype)
-            if grads[i] is None:
-                grads[i] = g.to(wide)
-            else:
-                grads[i].add_(g)
+            if not each:
+                add(i, g)
+            if reducer is not None:
+                g, grads[i] = (g.to(torch.promote_types(g.dtype, dtype)), grads[i]) if each else (grads[i], None)
+                reducer.add(i, g)
 
         return hook
 
@@ -298,8 +321,15 @@ def _add_in_place(
     if value.requires_grad and inputs:
         torch.autograd.backward(value, inputs=inputs)
     for i, leaf in enumerate(flat):
-        if wanted[i] and grads[i] is None:  # the loss does not use it
-            grads[i] = torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, dtype), requires_grad=False)
+        if wanted[i] and not seen[i]:  # the loss does not use it
+            zeros = torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, dtype), requires_grad=False)
+            if reducer is not None:
+                g, grads[i] = (zeros, grads[i]) if each or grads[i] is None else (grads[i], None)
+                reducer.add(i, g)
+            elif grads[i] is None:
+                grads[i] = zeros
+    if reducer is not None:
+        reducer.wait()
     return detached(aux)
 
 

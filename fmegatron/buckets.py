@@ -33,7 +33,8 @@ class Moving:
 
     def __init__(self, mesh: Mesh, xs: Sequence[torch.Tensor], plans: Sequence[tuple[Step, ...]]) -> None:
         self.mesh = mesh
-        self.values = [lift(x, mesh.world) for x in xs] if mesh.simulated else list(xs)
+        self.values: list[Any] = [lift(x, mesh.world) for x in xs] if mesh.simulated else list(xs)
+        self.kinds = [(x.dtype, x.device) for x in self.values]
         self.plans = [list(plan) for plan in plans]
         self.pending: list[tuple[list[int], list[torch.Size], torch.Tensor]] = []
         self._issue()
@@ -63,11 +64,14 @@ class Moving:
         for key in ready:
             parts = [packed(self.values[i], self.mesh, self.plans[i][0]) for i in groups[key]]
             shapes = [part.shape for part in parts]
-            self.pending.append((groups[key], shapes, collectives.begin(key[0], _joined(key[0], parts), self.mesh, key[1])))
+            for i in groups[key]:
+                self.values[i] = None
+            flat = _joined(key[0], parts)
+            del parts  # what is under way is one tensor
+            self.pending.append((groups[key], shapes, collectives.begin(key[0], flat, self.mesh, key[1])))
 
     def _key(self, i: int, step: Step) -> tuple[Any, ...]:
-        x = self.values[i]
-        return COST[step.kind], step.axes, x.dtype, x.device
+        return COST[step.kind], step.axes, *self.kinds[i]
 
     def _take(self, members: list[int], shapes: list[torch.Size], flat: torch.Tensor) -> None:
         """The parts of a flat result as the values behind their steps."""

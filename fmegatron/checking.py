@@ -323,7 +323,10 @@ def abstract_tables(rules: Rules) -> list[tuple[Mesh, Rules]]:
         second["batch"] = (own["batch"], *experts)
     tables = [first, second] if starred or experts else [first]
     return [
-        (Mesh(sizes, {a: (a,) for a in sizes}, tuple(sizes), "cpu", False), replace(rules, compute=table, store=(), store_optimizer=()))
+        (
+            Mesh(sizes, {a: (a,) for a in sizes}, tuple(sizes), "cpu", False),
+            replace(rules, compute=table, store=(), store_optimizer=(), zigzag={}),
+        )
         for table in tables
     ]
 

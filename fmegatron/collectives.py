@@ -18,9 +18,12 @@ derivatives are right.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import DTensor
 
@@ -28,7 +31,7 @@ from fmegatron.errors import ShardingError, UserError
 from fmegatron.function import apply_function
 from fmegatron.mesh import Mesh
 from fmegatron.recording import note_collective
-from fmegatron.simulation import lift
+from fmegatron.simulation import from_ranks, lift
 from fmegatron.zigzag import from_zigzag, to_zigzag, zigzag_positions
 
 DUAL = {
@@ -111,7 +114,8 @@ class Move(torch.autograd.Function):
             return tuple((d + 1, axes) for d, axes in held)
 
         shifted = tuple(
-            Step(s.kind, s.axes, later(s.leaves), later(s.enters), tuple((d + 1, n) for d, n in s.zigzag)) for s in steps
+            Step(s.kind, s.axes, later(s.leaves), later(s.enters), tuple((d + 1, n) for d, n in s.zigzag))
+            for s in steps
         )
         return apply_function(Move, x.movedim(in_dims[0], 0), mesh, shifted, dtypes), 0
 
@@ -191,6 +195,65 @@ def begin(collective: str, x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -
 def end(x: torch.Tensor) -> torch.Tensor:
     """Waits for what `begin` gave."""
     return functional.wait_tensor(x)
+
+
+def begin_exchange(xs: Sequence[torch.Tensor], mesh: Mesh, axes: tuple[str, ...]) -> Exchange:
+    """Begins to send tensors to the next rank along an ordered tuple of axes (the last rank's go to the first):
+    `.finish()` waits for those of the rank before. Shapes are the same on all ranks. Without a gradient."""
+    return Exchange(xs, mesh, axes)
+
+
+class Exchange:
+    """Tensors on their way to a neighbour."""
+
+    def __init__(self, xs: Sequence[torch.Tensor], mesh: Mesh, axes: tuple[str, ...]) -> None:
+        self.sent = [x.contiguous() for x in xs]  # alive until they have left
+        self.pending: list[Any] = []
+        for x in self.sent:
+            note_collective("exchange", mesh.sorted(axes), mesh.size(axes), x)
+        before, behind = neighbours(mesh, axes)
+        if mesh.simulated:
+            self.received = [from_ranks(lift(x, mesh.world), before) for x in self.sent]
+            return
+        rank, group = dist.get_rank(), mesh.process_group(axes)
+        self.received = [torch.empty_like(x) for x in self.sent]
+        sends = [dist.P2POp(dist.isend, x, behind[rank], group) for x in self.sent]
+        receives = [dist.P2POp(dist.irecv, x, before[rank], group) for x in self.received]
+        self.pending = dist.batch_isend_irecv([*sends, *receives])
+
+    def finish(self) -> list[torch.Tensor]:
+        """The tensors of the rank before, once they have come."""
+        for request in self.pending:
+            request.wait()
+        received, self.received, self.sent, self.pending = self.received, [], [], []
+        return received
+
+
+def neighbours(mesh: Mesh, axes: tuple[str, ...]) -> tuple[list[int], list[int]]:
+    """For every rank, the one before it and the one behind it in the ring along an ordered tuple of axes."""
+    places = ring_places(mesh, axes)
+    others = [a for a in mesh.sizes if a not in axes]
+    at = {}
+    for rank, (place, coordinates) in enumerate(places):
+        at[(place, *(coordinates[a] for a in others))] = rank
+    size = mesh.size(axes)
+
+    def shifted(by: int) -> list[int]:
+        return [at[((place + by) % size, *(c[a] for a in others))] for place, c in places]
+
+    return shifted(-1), shifted(1)
+
+
+def ring_places(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, dict[str, int]]]:
+    """Of every rank: its number along an ordered tuple of axes, and its coordinate on each axis."""
+    found = []
+    for numbers in itertools.product(*(range(n) for n in mesh.sizes.values())):
+        coordinates = dict(zip(mesh.sizes, numbers, strict=True))
+        place = 0
+        for axis in axes:
+            place = place * mesh.sizes[axis] + coordinates[axis]
+        found.append((place, coordinates))
+    return found
 
 
 def _ranks_of(step: Step, dim: int) -> int:

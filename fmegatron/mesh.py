@@ -116,6 +116,11 @@ class Mesh:
         # Only members take part, so that programs which differ by rank (a pipeline) may make groups at any time.
         return dist.new_group(mine, use_local_synchronization=True)
 
+    def process_group(self, axes: Iterable[str]) -> Any:
+        """`group` as torch's ProcessGroup, for point-to-point messages; not in a simulation."""
+        group = self.group(axes)
+        return group[0].get_group(group[1]) if isinstance(group, tuple) else group
+
     def coordinate(self, axis: str) -> Any:
         """This rank's number along an atomic axis: an int, or in simulation a tensor of shape [1]."""
         if self.sizes[axis] == 1 or self._ranks is None:

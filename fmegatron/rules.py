@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from fmegatron.errors import UserError
 from fmegatron.mesh import Axes, Mesh
 
-
 # How attention reads a sequence that mesh axes cut: fmegatron.parallel.context
 CONTEXTS = ("gather", "ring", "ulysses", "ulysses+ring")
 
@@ -43,9 +42,9 @@ class Rules:
 
     compute: Mapping[str, Axes] = field(default_factory=dict)
     store: Axes = ()
+    activations: tuple[str, ...] = ("batch", "seq", "kvseq", "position")
     zero: int = 3
     store_optimizer: Axes = ()
-    activations: tuple[str, ...] = ("batch", "seq", "kvseq", "position")
     zigzag: Mapping[str, Axes] = field(default_factory=dict)
     context: str = "gather"
 

@@ -329,9 +329,13 @@ class Sharding:
 
     def place(self, x: torch.Tensor, dims: str, shape: Sequence[int]) -> torch.Tensor:
         """A local part of a value of global `shape` as a DTensor at rest; x itself on one rank. Dims that lie on
-        several axes must list them in the mesh's order."""
+        several axes must list them in the mesh's order. Raises ShardingError for a dim in zigzag order, which a DTensor
+        cannot say."""
         if self.mesh is None or self.mesh.device_mesh is None:
             return x
+        for name in parse_side(dims).dims:
+            if self._zigzag(name, self.axes(name)) > 1:
+                raise ShardingError(f"{dims!r}: a DTensor has no zigzag order; gather {name!r} with sh(x, …) first")
         placements = [Replicate() if isinstance(p, Invariant) else p for p in self.placements(dims)]
         return self._dtensor(x, placements, tuple(shape))
 

@@ -11,7 +11,7 @@ a value or a local size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,23 @@ def lift(x: torch.Tensor, world: int) -> torch.Tensor:
 def per_rank(x: torch.Tensor) -> list[torch.Tensor]:
     """The values of a simulated tensor, by rank; a plain tensor counts as one rank."""
     return [x._local_tensors[r] for r in sorted(x._local_tensors)] if is_local(x) else [x]  # type: ignore[attr-defined]
+
+
+def from_ranks(x: torch.Tensor, sources: Sequence[int]) -> torch.Tensor:
+    """A simulated tensor whose value on rank r is what x is on rank sources[r]: messages from rank to rank."""
+    from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
+
+    with maybe_disable_local_tensor_mode():
+        return LocalTensor({r: x._local_tensors[s].clone() for r, s in enumerate(sources)})  # type: ignore[attr-defined]
+
+
+def on_each_rank(f: Callable[..., Sequence[torch.Tensor]], world: int, *args: Any) -> tuple[torch.Tensor, ...]:
+    """f(rank, *args) rank by rank, where it may branch on the rank; args are tensors or None. Without a graph."""
+    from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
+
+    with maybe_disable_local_tensor_mode():
+        runs = [f(r, *(x._local_tensors[r] if is_local(x) else x for x in args)) for r in range(world)]
+        return tuple(LocalTensor(dict(enumerate(values))) for values in zip(*runs, strict=True))
 
 
 def each_rank(f: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:

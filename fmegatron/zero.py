@@ -8,6 +8,7 @@ as there are axes and dtypes.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -63,12 +64,6 @@ def splits_state(spec: Any, sh: Sharding) -> bool:
     return any(sh.steps_of(p, "return") for p in params_of(spec).values())
 
 
-def sharded_like_state(values: Any, spec: Any, sh: Sharding) -> Any:
-    """Leaves at rest as the optimizer holds its state for them: this rank's parts, without communication."""
-    with torch.no_grad():
-        return tree.tree_map(lambda t, p: _cut(t, p, sh), values, spec)
-
-
 def _cut(t: Any, param: Param, sh: Sharding) -> Any:
     """A leaf at rest cut as the optimizer's state; one that is already so, or is no floating tensor, stays."""
     if not tree.is_float(t):
@@ -76,8 +71,11 @@ def _cut(t: Any, param: Param, sh: Sharding) -> Any:
     steps = sh.steps_of(param, "shard")
     if not steps or (isinstance(t, DTensor) and list(t.placements) == sh.stored_placements(param, "optimizer")):
         return t
-    if not isinstance(t, DTensor) and not leaves.plain_only():
-        raise UserError(f"with_sharded_state needs leaves at rest (DTensors), but got a plain tensor for {param.dims!r}")
+    at_rest = isinstance(t, DTensor) or sh.mesh is None or sh.mesh.device_mesh is None
+    if not at_rest and not leaves.plain_only():
+        raise UserError(
+            f"with_sharded_state needs leaves at rest (DTensors), but got a plain tensor for {param.dims!r}"
+        )
     local = apply_function(Move, leaves.local_of(t), sh.mesh, steps, NO_CAST)
     return sh.at_rest(local, param, "optimizer") if isinstance(t, DTensor) else local
 
@@ -99,21 +97,50 @@ def _returned(new: Any, old: Any, grads: Any, spec: Any, sh: Sharding, donate: b
     return tree.like(old, out)
 
 
-def settled(grads: Sequence[Any], params: Sequence[Param], sh: Sharding) -> list[Any]:
-    """Local gradients -> those in the layout of the optimizer's state: `delayed` ones by the sums still to be made, in
-    `precision.reduce`, others by a cut. They keep their dtypes; None stays."""
-    out: list[Any] = list(grads)
-    rows = [i for i, g in enumerate(out) if g is not None and sh.steps_of(params[i], "settle")]
-    if leaves.plain_only():
-        for i in rows:
-            out[i] = apply_function(Move, out[i], sh.mesh, sh.steps_of(params[i], "settle"), NO_CAST)
-        return out
-    members = [out[i] for i in rows]
-    for i in rows:
-        out[i] = None
-    for i, x in _in_buckets_moved(members, [params[i] for i in rows], sh, "settle"):
-        out[rows[i]] = x
-    return out
+def cut_like_state(grads: Sequence[Any], params: Sequence[Param], sh: Sharding) -> list[Any]:
+    """Local gradients in the layout at rest -> this rank's parts of them; differentiable. None stays."""
+    steps = [() if g is None else sh.steps_of(p, "shard") for g, p in zip(grads, params, strict=True)]
+    return [apply_function(Move, g, sh.mesh, s, NO_CAST) if s else g for g, s in zip(grads, steps, strict=True)]
+
+
+class Reducer:
+    """Takes `delayed` gradients to the layout of the optimizer's state while a backward makes them.
+
+    Those of a layer go together as soon as it has all of them, and are waited for when the next layer has its own. take:
+    (number of the leaf, reduced gradient), called for every leaf.
+    """
+
+    def __init__(self, spec: Any, wanted: Sequence[bool], sh: Sharding, take: Callable[[int, Any], None]) -> None:
+        self.params, self.sh, self.take = tree.leaves(spec), sh, take
+        self.group = [_layer_of(path) for path in tree.paths(spec)]
+        self.missing = Counter(g for g, w in zip(self.group, wanted, strict=True) if w)
+        self.open: dict[str, list[tuple[int, Any]]] = {}
+        self.started: list[tuple[list[int], Callable[[], list[Any]]]] = []
+
+    def add(self, i: int, g: Any) -> None:
+        """The gradient of leaf i, which must come once."""
+        group = self.group[i]
+        self.open.setdefault(group, []).append((i, g))
+        self.missing[group] -= 1
+        if self.missing[group]:
+            return
+        self.wait()
+        members, xs = zip(*self.open.pop(group), strict=True)
+        del g
+        self.started.append((list(members), moving(xs, [self.params[i] for i in members], self.sh, "settle")))
+
+    def wait(self) -> None:
+        """Waits for all that is under way."""
+        while self.started:
+            members, arrive = self.started.pop()
+            for i, x in zip(members, arrive(), strict=True):
+                self.take(i, x)
+
+
+def _layer_of(path: str) -> str:
+    """What is reduced together: the leaves of a layer, whose index is in the path; any other leaf by itself."""
+    parts = path.split(".")
+    return next((".".join(parts[: n + 1]) for n, part in enumerate(parts) if part.isdigit()), path)
 
 
 def _in_buckets_moved(xs: list[Any], params: list[Param], sh: Sharding, what: str) -> Iterator[tuple[int, Any]]:
@@ -147,11 +174,13 @@ def moving(xs: Sequence[Any], params: Sequence[Param], sh: Sharding, what: str) 
             dtype = sh.reduce_dtype(p)
         behind.append({"enter": dtype, "leave": sh.param_dtype(p)}.get(what, x.dtype))
         flat[i] = x.to(dtype)
-    if sh.mesh is None:
-        return lambda: [x.to(dtype) for x, dtype in zip(flat, behind, strict=True)]
-    started = buckets.start(sh.mesh, flat, plans)
-    del flat, xs  # what is under way holds what it needs
-    return lambda: [x.to(dtype) for x, dtype in zip(started.finish(), behind, strict=True)]
+    started = None if sh.mesh is None else buckets.start(sh.mesh, flat, plans)
+    here = flat if started is None else []  # what is under way holds what it needs
+
+    def arrive() -> list[Any]:
+        return [x.to(d) for x, d in zip(here if started is None else started.finish(), behind, strict=True)]
+
+    return arrive
 
 
 def in_buckets(sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -26,6 +26,7 @@ from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.initializers import Normal, Ones, Zeros
 from fmegatron.models.config import DecoderConfig
+from fmegatron.parallel.context import context_attention
 from fmegatron.parallel.stack import stack
 from fmegatron.primitives import (
     apply_rotary,
@@ -318,21 +319,7 @@ class Decoder:
         return q, k
 
     def _self_attention(self, p: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, ctx: Ctx) -> Tensor:
-        sh, segments, options = ctx.sh, ctx.segments, self._attention_options(p, ctx)
-        # context parallel: every rank reads all keys, each for queries of its own
-        k, v = (sh(t, "batch seq kv head -> batch kvseq kv head | seq") for t in (k, v))
-        if not sh.axes("seq"):
-            return attention(q, k, v, segments=segments, sh=sh, **options)
-        positions = sh.index("seq", k.shape[1], device=q.device)
-        every = sh(positions, "seq -> kvseq | seq")
-        kv_segments = None if segments is None else sh(segments, "batch seq -> batch kvseq | seq")
-        given: dict[str, Any] = {
-            "positions": positions,
-            "kv_positions": every,
-            "segments": segments,
-            "kv_segments": kv_segments,
-        }
-        return attention(q, k, v, sh=sh, **given, **options)
+        return context_attention(q, k, v, segments=ctx.segments, sh=ctx.sh, **self._attention_options(p, ctx))
 
     def _cached_attention(
         self, p: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, caches: Any, ctx: Ctx

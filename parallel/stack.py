@@ -21,7 +21,8 @@ from fmegatron.random import fold_in, to_tensor
 from fmegatron.remat import joined, remat
 from fmegatron.sharding import Sharding
 from fmegatron.split import Split, everything, split, uncompiled
-from fmegatron.tree import add, is_float, leaves, like, tree_map
+from fmegatron.tree import add, is_float, leaves, like, structure, tree_map, unflatten
+from fmegatron.zero import moving
 
 
 @dataclass(frozen=True)
@@ -59,21 +60,42 @@ class Store:
 
 
 def sharded_store(sh: Sharding, spec: Mapping[int, Any]) -> Store:
-    """The store of layers that rest as `sh` lays out the parameters of `spec`, a spec tree per layer index."""
+    """The store of layers that rest as `sh` lays out the parameters of `spec`, a spec tree per layer index.
 
-    def each(how: Callable, tree: Any, index: int) -> Any:
-        return tree_map(lambda t, param: how(t, param) if is_float(t) else t, tree, spec[index])
+    All leaves of a layer go in one collective per axes and dtype, which runs beside other work until it is waited for.
+    """
 
-    return Store(
-        gather=lambda params, index: each(sh.enter, params, index),
-        reduce=lambda grads, index: each(sh.leave, grads, index),
-        use=lambda params, index: each(sh.use, params, index),
-    )
+    def begin(what: str) -> Callable[[Any, int], Callable[[], Any]]:
+        def run(values: Any, index: int) -> Callable[[], Any]:
+            flat, params = leaves(values), leaves(spec[index])
+            rows = [i for i, t in enumerate(flat) if is_float(t)]
+            arrive = moving([flat[i] for i in rows], [params[i] for i in rows], sh, what)
+            shape, kept = structure(values), [None if is_float(t) else t for t in flat]
+
+            def wait() -> Any:
+                new = list(kept)
+                for i, t in zip(rows, arrive(), strict=True):
+                    new[i] = t
+                return unflatten(shape, new)
+
+            return wait
+
+        return run
+
+    def use(values: Any, index: int) -> Any:
+        return tree_map(lambda t, param: sh.use(t, param) if is_float(t) else t, values, spec[index])
+
+    return Store(gather=begin("enter"), reduce=begin("leave"), wait=lambda started: started(), use=use)
 
 
-def _used_as_stored(sh: Sharding) -> bool:
-    """Are parameters at rest what equations read, neither gathered nor cast?"""
-    return sh.mesh is None and sh.precision.compute_dtype == sh.precision.params
+def _used_as_stored(sh: Sharding, spec: Mapping[int, Any]) -> bool:
+    """Are parameters at rest what equations read, neither gathered nor cast, and their gradients not reduced?"""
+    cast = sh.precision.compute_dtype != sh.precision.params
+    if sh.mesh is None or not sh.delayed:
+        return sh.mesh is None and not cast
+    if cast and sh.rules.zero != 2:  # (with ZeRO-2, casts that stay alive cost less than whole gradients would)
+        return False
+    return not any(sh.steps_of(p, "enter") for p in leaves(spec))
 
 
 def stack(
@@ -124,6 +146,11 @@ def stack(
 
     def plain(layers: Mapping[int, Any], carry: Any, ctx: Ctx) -> Any:
         own = store_of(ctx)
+        if own is not None and not under_torch_func() and not torch.is_grad_enabled() and ctx.sh.check is None:
+            for _, p, index in _ahead(parts(layers), own):
+                carry = body(p, carry, layer_ctx(ctx, index))
+                del p  # before the next one is waited for
+            return carry
         layer = uncompiled(block) if under_torch_func() and save is everything else body
         for index in sorted(layers):
             p = layers[index] if own is None else own.differentiable(layers[index], index)
@@ -140,7 +167,7 @@ def stack(
     whole = joined(_in_turn(parts, place, layer_ctx, store_of, free), plain)
 
     def f(layers: Mapping[int, Any], carry: Any, ctx: Ctx) -> Any:
-        if ctx.sh.check is not None or store_of(ctx) is None or (spec is not None and _used_as_stored(ctx.sh)):
+        if ctx.sh.check is not None or store_of(ctx) is None or (spec is not None and _used_as_stored(ctx.sh, spec)):
             return plain(layers, carry, ctx)
         return whole(layers, carry, ctx)
 
@@ -209,10 +236,6 @@ def _gather(store: Store | None, p: Any, index: int) -> Any:
     return p if store is None else store.gather(p, index)
 
 
-def _reduce(store: Store | None, g: Any, index: int) -> Any:
-    return g if store is None else store.reduce(g, index)
-
-
 def _wait(store: Store | None, tree: Any) -> Any:
     return tree if store is None else store.wait(tree)
 
@@ -223,6 +246,26 @@ def _ahead(todo: list[tuple[Split, Any, int]], store: Store | None) -> Iterator[
     for n, (s, _, index) in enumerate(todo):
         started.extend(_gather(store, p, i) for _, p, i in todo[n + len(started) : n + 2])
         yield s, _wait(store, started.popleft()), index
+
+
+class _Behind:
+    """Gradients on their way to their owners: those of one part are reduced while the next one's are made."""
+
+    def __init__(self, store: Store | None) -> None:
+        self.store = store
+        self.started: list[Any] = []
+        self.done: list[Any] = []
+
+    def add(self, g: Any, index: int) -> None:
+        """Waits for the gradients before these, and begins to reduce these."""
+        self.all()
+        self.started.append(g if self.store is None else self.store.reduce(g, index))
+
+    def all(self) -> list[Any]:
+        """The gradients of all parts so far, in the order in which they came."""
+        self.done += [_wait(self.store, t) for t in self.started]
+        self.started = []
+        return self.done
 
 
 def _in_turn(parts: Callable, place: Callable, ctx_of: Callable, store_of: Callable, free: bool) -> Split:
@@ -251,12 +294,12 @@ def _in_turn(parts: Callable, place: Callable, ctx_of: Callable, store_of: Calla
         return (run.full.pop() for _ in range(len(run.full)))
 
     def backward(run: _Run, g: Any, p: Any) -> tuple[Any, Any]:
-        grads: list[Any] = []
+        reduced = _Behind(run.store)
         for s, q, index in behind(run, p):
             g, own = s.backward(run.residuals.pop(), g, q)
-            grads.append(_reduce(run.store, own, index))
+            reduced.add(own, index)
             del q, own
-        return g, place(p, [_wait(run.store, t) for t in reversed(grads)])
+        return g, place(p, reduced.all()[::-1])
 
     def backward_input(run: _Run, g: Any, p: Any) -> tuple[Any, _LeftOver]:
         left: list[tuple[Split, Any, int]] = []
@@ -268,11 +311,11 @@ def _in_turn(parts: Callable, place: Callable, ctx_of: Callable, store_of: Calla
         return g, _LeftOver(nothing, left, run.store)
 
     def backward_weight(todo: _LeftOver) -> Any:
-        grads: list[Any] = []
+        reduced = _Behind(todo.store)
         while todo.left:
             s, own, index = todo.left.pop()  # from the first to the last
-            grads.append(_reduce(todo.store, s.backward_weight(own), index))
+            reduced.add(s.backward_weight(own), index)
             del own
-        return place(todo.params, [_wait(todo.store, t) for t in grads])
+        return place(todo.params, reduced.all())
 
     return Split(forward, backward, backward_input, backward_weight)

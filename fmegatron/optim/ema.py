@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fmegatron import tree
 from fmegatron.errors import UserError
@@ -70,7 +71,7 @@ def _copy(p: Any) -> Any:
 def ema_params(state: Any, *, like: Any = None) -> Any:
     """The averaged weights in an optimizer's state, wherever its `ema` is: a tree like the parameters.
 
-    like: parameters whose dtypes the averages get; their leaves stand in where there is no average (integer leaves).
+    like: parameters whose dtypes and placements the averages get; their leaves stand in where there is no average (integer leaves).
     With debias the averages are divided by the sum of their weights (before the first update they are zero). Without
     either the result shares the state's buffers, which a later donated update overwrites.
 
@@ -89,7 +90,10 @@ def ema_params(state: Any, *, like: Any = None) -> Any:
         if average is None:
             return p
         local = local_of(average) / weight if weight != 1.0 else local_of(average)
-        return wrapped(local.to(p.dtype) if p is not None else local, average)
+        found = wrapped(local.to(p.dtype) if p is not None else local, average)
+        if isinstance(p, DTensor) and isinstance(found, DTensor) and found.placements != p.placements:
+            found = found.redistribute(p.device_mesh, p.placements)  # the state is cut further: ZeRO-1 and -2
+        return found
 
     with no_grad():
         return tree.tree_map(read, own["ema"], *([] if like is None else [like]))

@@ -47,7 +47,9 @@ class Difference:
 
     def __str__(self) -> str:
         where = f" {'×'.join(map(str, self.shape))} at ({self.placements})" if self.placements else ""
-        return f"{self.what} {self.leaf}{where}: off by {self.error:.1e} on rank {self.rank}, allowed {self.allowed:.1e}"
+        return (
+            f"{self.what} {self.leaf}{where}: off by {self.error:.1e} on rank {self.rank}, allowed {self.allowed:.1e}"
+        )
 
 
 def differences(
@@ -73,9 +75,7 @@ def differences(
     return found
 
 
-def _allowed(
-    want: dict[str, Piece], low: dict[str, Piece], scales: dict[str, float], parts: int
-) -> dict[str, float]:
+def _allowed(want: dict[str, Piece], low: dict[str, Piece], scales: dict[str, float], parts: int) -> dict[str, float]:
     errors = {n: _norm([low[n].value.double() - p.value.double()]) for n, p in want.items()}
     whole = math.sqrt(sum(e * e for e in errors.values())) / max(_norm([p.value for p in want.values()]), TINY)
     grow = FACTOR * math.sqrt(1 + parts)

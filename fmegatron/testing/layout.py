@@ -107,7 +107,9 @@ class Layout:
             elif name not in known or name in found:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise UserError(f"layout {text!r}: {word!r} is not known or there twice{hint} Words are {', '.join(known)}")
+                raise UserError(
+                    f"layout {text!r}: {word!r} is not known or there twice{hint} Words are {', '.join(known)}"
+                )
             else:
                 found[name] = _value(text, word, known[name], value)
         return cls(mesh, **found)

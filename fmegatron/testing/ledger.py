@@ -52,7 +52,8 @@ class Ledger:
     def __str__(self) -> str:
         rows = [("collective", "axes", "ranks", "count", "bytes", "sent/rank")]
         rows += [
-            (e.kind, "×".join(e.axes), str(e.ranks), f"{e.count:,}", f"{e.bytes:,}", f"{e.sent:,}") for e in self.entries
+            (e.kind, "×".join(e.axes), str(e.ranks), f"{e.count:,}", f"{e.bytes:,}", f"{e.sent:,}")
+            for e in self.entries
         ]
         total = [sum(getattr(e, n) for e in self.entries) for n in ("count", "bytes", "sent")]
         rows.append(("total", "", "", *(f"{n:,}" for n in total)))

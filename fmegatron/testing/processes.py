@@ -89,9 +89,7 @@ class Pool:
         if len(found) < self.world:
             late = min(set(range(self.world)) - set(found))
             self.close()
-            raise TimeoutError(
-                f"{function.__qualname__}: rank {late} of {self.world} gave no answer in {timeout:g} s"
-            )
+            raise TimeoutError(f"{function.__qualname__}: rank {late} of {self.world} gave no answer in {timeout:g} s")
         return [found[rank][1] for rank in range(self.world)]
 
     def close(self) -> None:

@@ -58,7 +58,9 @@ class Program:
             spec, loss, *rest = self.model
             return spec, loss, rest[0] if rest else None
         if not callable(getattr(self.model, "spec", None)) or not callable(getattr(self.model, "loss", None)):
-            raise UserError(f"{self.model!r} is no model: it needs spec() and loss(params, batch, ctx), or give (spec, loss)")
+            raise UserError(
+                f"{self.model!r} is no model: it needs spec() and loss(params, batch, ctx), or give (spec, loss)"
+            )
         return self.model.spec, self.model.loss, getattr(self.model, "weights", None)
 
     @functools.cached_property
@@ -155,10 +157,18 @@ class Program:
         if self.batch is not None:
             return dict(self.batch)
         if "vocab" not in self.sizes:
-            raise UserError("no parameter has a dim `vocab`: give batch=, a function (rows, seq, seed) -> dict of tensors")
+            raise UserError(
+                "no parameter has a dim `vocab`: give batch=, a function (rows, seq, seed) -> dict of tensors"
+            )
         empty = max(1, -(-rows // layout.size(*DATA) // layout.micro))
         return make_batch(
-            self.sizes["vocab"], rows, seq, mask=layout.mask, packed=layout.packed, empty=min(empty, rows - 1), seed=seed
+            self.sizes["vocab"],
+            rows,
+            seq,
+            mask=layout.mask,
+            packed=layout.packed,
+            empty=min(empty, rows - 1),
+            seed=seed,
         )
 
     def dims_of(self, name: str, x: Tensor) -> str:

@@ -85,7 +85,8 @@ def run(
     spec, here = inputs.spec, torch.device(device)
     params = sh.shard_params(tree.tree_map(lambda t: t.to(here), inputs.params), spec)
     batches = [
-        {n: sh.shard(x.to(here), program.dims_of(n, x)) for n, x in batch.items()} for batch in inputs.batches[: job.steps]
+        {n: sh.shard(x.to(here), program.dims_of(n, x)) for n, x in batch.items()}
+        for batch in inputs.batches[: job.steps]
     ]
     found: dict[str, Any] = {}
     if "init" in job.checks and program.params is None:
@@ -102,7 +103,12 @@ def run(
             state, _ = step(state, batch)
         return state
 
-    adamw = (_keep("gradients", kept), optim.clip_by_global_norm(job.clip), _keep("clipped", kept), optim.adamw(ADAMW_RATE))
+    adamw = (
+        _keep("gradients", kept),
+        optim.clip_by_global_norm(job.clip),
+        _keep("clipped", kept),
+        optim.adamw(ADAMW_RATE),
+    )
     optimizer, step = step_with(*adamw)
     key = random.key(job.seed)
     state = TrainState(0, params, optimizer.init(params), key)
@@ -110,7 +116,11 @@ def run(
     gradients = kept["gradients"]
     found["loss"] = {n: metrics[n] for n in metrics if n not in ("grad_norm", "param_norm", "lr", "stats")}
     found["gradients"], found["clipped"] = gradients, kept["clipped"]
-    found["norms"] = {"raw": metrics["grad_norm"], "clipped": global_norm(kept["clipped"]), "params": metrics["param_norm"]}
+    found["norms"] = {
+        "raw": metrics["grad_norm"],
+        "clipped": global_norm(kept["clipped"]),
+        "params": metrics["param_norm"],
+    }
     if "adamw" in job.checks:
         after = steps(step, after, 1)
         found["adamw parameters"] = after.params
@@ -143,9 +153,7 @@ def _keep(name: str, into: dict[str, Any]) -> Optimizer:
 def _copy(t: Any) -> Any:
     if isinstance(t, DTensor):
         local = t.to_local().clone()
-        return DTensor.from_local(
-            local, t.device_mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride()
-        )
+        return DTensor.from_local(local, t.device_mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride())
     return t.clone() if isinstance(t, Tensor) else t
 
 

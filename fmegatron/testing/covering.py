@@ -1,0 +1,159 @@
+"""Which layouts to check: few that together have every pair of option values, then more at random. By seed alone."""
+
+from __future__ import annotations
+
+import itertools
+import random as python_random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fmegatron.testing.layout import MASKS, Layout
+from fmegatron.testing.strategies import AXES, MICROBATCHES, meshes, remats, stores
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+TRIES = 80  # candidates among which the one with most new pairs is taken
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, by the text that `find_model` reads, and a layout."""
+
+    model: str
+    layout: Layout
+
+    @property
+    def command(self) -> str:
+        """What to type to check it again."""
+        return f'fmegatron verify {self.model} --layout "{self.layout}"'
+
+
+@dataclass(frozen=True)
+class Space:
+    """All legal cases: the meshes of each model, and options that go with any of them."""
+
+    meshes: Mapping[str, Sequence[str]]
+    axes: Sequence[str]
+    kv_heads: Mapping[str, int]
+    remats: Sequence[str]
+
+    def draw(self, random: python_random.Random) -> Case:
+        model = random.choice(list(self.meshes))
+        mesh = random.choice(self.meshes[model])
+        sizes = Layout(mesh).axes
+        order = list(sizes)
+        random.shuffle(order)
+        mesh = ",".join(f"{a}={sizes[a]}" for a in order)
+        zero, store = random.choice(stores(mesh))
+        layout = Layout(
+            mesh,
+            sp="tp" in sizes and random.random() < 0.5,
+            zero=zero,
+            store=store,
+            micro=random.choice(MICROBATCHES),
+            remat=random.choice(self.remats),
+            packed=random.random() < 0.5,
+            mask=random.choice(MASKS),
+        )
+        return Case(model, layout)
+
+    def features(self, case: Case) -> dict[str, Any]:
+        """{option: its value} as pairs are counted: axes as absent or not, tp by whether it exceeds the kv heads."""
+        layout = case.layout
+        found: dict[str, Any] = {a: layout.size(a) > 1 for a in self.axes}
+        if "tp" in found:
+            found["tp"] = tp_kind(layout.size("tp"), self.kv_heads.get(case.model, 1))
+        held = layout.store_axes
+        found |= {
+            "sp": layout.sp,
+            "zero": layout.zero and ("hybrid" if layout.store else layout.zero),
+            "store cp": "cp" in held,
+            "micro": layout.micro,
+            "remat": layout.remat,
+            "packed": layout.packed,
+            "mask": layout.mask,
+        }
+        return found | options_of(case.model)
+
+    def pairs(self) -> set[Pair]:
+        """Every pair of values that some legal case has."""
+        found: set[Pair] = set()
+        kinds = [(a, b) for a in (False, True) for b in (False, True)]
+        seen = set()
+        for model, legal in self.meshes.items():
+            for mesh in legal:
+                for zero, store in stores(mesh):
+                    for sp, packed in kinds:
+                        if sp and "tp" not in Layout(mesh).axes:
+                            continue
+                        case = Case(model, Layout(mesh, sp=sp, zero=zero, store=store, packed=packed))
+                        whole = self.features(case)
+                        key = tuple(sorted((n, str(v)) for n, v in whole.items()))
+                        if key in seen:
+                            continue
+                        seen.add(key)
+                        found |= pairs_of({n: v for n, v in whole.items() if n not in ("micro", "remat", "mask")})
+                        fixed = whole.items()
+                        free = {"micro": MICROBATCHES, "remat": self.remats, "mask": MASKS}
+                        for name, values in free.items():
+                            for value in values:
+                                found |= {pair(x, (name, value)) for x in fixed if x[0] not in free}
+        free = {"micro": MICROBATCHES, "remat": self.remats, "mask": MASKS}
+        for (a, xs), (b, ys) in itertools.combinations(free.items(), 2):
+            found |= {pair((a, x), (b, y)) for x in xs for y in ys}
+        return found
+
+    def cases(self, examples: int, seed: int) -> Iterator[Case]:
+        """Cases with distinct layouts: at least `examples`, and more until every pair of values is there."""
+        random, left, made, layouts = python_random.Random(seed), self.pairs(), 0, set[str]()
+        idle = 0
+        while (made < examples or left) and idle < 50:
+            some = [self.draw(random) for _ in range(TRIES if left else 1)]
+            case = max(some, key=lambda c: (len(pairs_of(self.features(c)) & left), -c.layout.world))
+            new = pairs_of(self.features(case)) & left
+            if str(case.layout) in layouts or (left and not new and made >= examples):
+                idle += 1
+                continue
+            idle = 0
+            left -= new
+            layouts.add(str(case.layout))
+            made += 1
+            yield case
+
+
+def space(models: Sequence[str], world: int, *, axes: Sequence[str] = AXES) -> Space:
+    """The legal cases of some models, as `find_model` reads them, with at most `world` ranks."""
+    from fmegatron.testing.models import find_model
+    from fmegatron.testing.program import program_of
+
+    found, kv_heads, by_shape, policies = {}, {}, dict[Any, list[str]](), ("everything",)
+    for text in models:
+        program = program_of(find_model(text))
+        policies = remats(program)
+        shape = tuple(sorted(program.sizes.items()))
+        if shape not in by_shape:
+            by_shape[shape] = meshes(program, world, axes=axes)
+        found[text], kv_heads[text] = by_shape[shape], program.sizes.get("kv", world)
+    used = [a for a in axes if any(a in Layout(m).axes for legal in found.values() for m in legal)]
+    return Space(found, used, kv_heads, policies)
+
+
+def tp_kind(tp: int, kv_heads: int) -> str:
+    """How tp lies on the kv heads: absent, dividing them, or with some replicated."""
+    return "no" if tp == 1 else "kv" if kv_heads % tp == 0 else "group"
+
+
+def options_of(model: str) -> dict[str, str]:
+    """The options in a model's text."""
+    parts = [c.partition("=") for c in model.split(",")[1:]]
+    found = {"tied": "0", "dropout": "0", "vocab": "even", "heads": "default"}
+    return {**found, **{n: v for n, _, v in parts if n in found}} if ":" not in model else {}
+
+
+def pair(a: tuple[str, Any], b: tuple[str, Any]) -> Pair:
+    return (a, b) if a[0] < b[0] else (b, a)
+
+
+def pairs_of(features: Mapping[str, Any]) -> set[Pair]:
+    """All pairs of values of one case."""
+    return set(itertools.combinations(sorted(features.items(), key=lambda x: x[0]), 2))

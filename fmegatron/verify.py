@@ -1,0 +1,206 @@
+"""`fmegatron verify MODEL`: does every layout compute the function that one device computes?
+
+Draws layouts, checks each against one device, prints a table, and ends with exit code 1 and the smallest failing layout
+where one fails.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fmegatron.errors import UserError
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """Check that a model computes the same function on every layout."""
+
+    model: str = "llama"
+    """A family or preset, in the smallest sizes that have all its parts; with changes behind commas, such as
+    llama,heads=8,kv_heads=2,tied=1; or module:object, your own with spec and loss."""
+    world: int = 8
+    """Most ranks of a layout."""
+    engine: Literal["simulated", "processes"] = "simulated"
+    """How ranks run: all in one process, or as gloo processes."""
+    examples: int = 36
+    """Layouts at least; more until every legal pair of option values is among them."""
+    seed: int = 0
+    """Seed of the layouts, the parameters and the batches."""
+    layout: str | None = None
+    """One layout to check instead, such as "dp=2,tp=2 sp zero=3 micro=2"."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
+    """Precision of the ranks; one device always computes in float64."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where simulated ranks compute."""
+    axes: str = "dp,fsdp,cp,tp"
+    """Mesh axes to draw from; leave out what the model cannot use."""
+    ledger: bool = False
+    """Print the collectives of each layout's step too."""
+    jobs: int | None = None
+    """Layouts checked at a time, each in a process; None: one a core, at most 8, and 1 with processes or cuda."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    case: Any
+    ok: bool
+    error: float
+    leaf: str
+    seconds: float
+    message: str
+
+
+def run(config: VerifyConfig) -> int:
+    """Check the layouts of a model and print how far each is off; the exit code: 0 where all are equal, else 1.
+
+    Raises UserError for a model or layout that is not there or not legal.
+    """
+    from fmegatron.testing.covering import Case, pairs_of, space
+    from fmegatron.testing.layout import Layout
+
+    start = time.monotonic()
+    _one_thread()
+    if config.world < 1 or config.examples < 1:
+        raise UserError(f"--world {config.world} --examples {config.examples}: both must be 1 or more")
+    models = _models(config.model)
+    if config.layout is not None:
+        cases, every, legal = [Case(config.model, Layout.parse(config.layout))], None, None
+    else:
+        axes = tuple(a.strip() for a in config.axes.split(",") if a.strip())
+        legal = space(models, config.world, axes=axes)
+        cases, every = list(legal.cases(config.examples, config.seed)), legal.pairs()
+    widths = [max(len(str(c.layout)) for c in cases), max(len(c.model) for c in cases)]
+    print(f"{'#':>3}  {'layout':{widths[0]}}  {'model':{widths[1]}}  worst error  seconds  worst leaf", flush=True)
+    failed, worst = None, 0.0
+    for n, row in enumerate(_checked(config, cases), 1):
+        line = f"{n:3}  {str(row.case.layout):{widths[0]}}  {row.case.model:{widths[1]}}  {row.error:11.1e}"
+        print(f"{line}  {row.seconds:7.1f}  {row.leaf}{'' if row.ok else '  FAILED'}", flush=True)
+        worst = max(worst, row.error)
+        if config.ledger:
+            from fmegatron.testing.ledger import ledger
+            from fmegatron.testing.models import find_model
+
+            print(ledger(find_model(row.case.model), row.case.layout), flush=True)
+        if not row.ok:
+            failed = row
+            break
+    if failed is not None:
+        return _report(config, failed)
+    took = f"{time.monotonic() - start:.0f} s"
+    if legal is None or every is None:
+        print(f"equal to one device, worst error {worst:.1e}, {took}")
+        return 0
+    have = {p for c in cases for p in pairs_of(legal.features(c))} & every
+    distinct = len({str(c.layout) for c in cases})
+    print(
+        f"{distinct} layouts of up to {max(c.layout.world for c in cases)} ranks, all equal to one device: "
+        f"worst error {worst:.1e}; {len(have)} of {len(every)} legal pairs of option values "
+        f"({100 * len(have) / len(every):.0f} %), {took}"
+    )
+    return 0
+
+
+def _models(text: str) -> list[str]:
+    """The models to draw from: the variants of a family, or the one that is meant."""
+    from fmegatron.testing.models import find_model, variants
+
+    find_model(text)
+    return [text] if ":" in text or "," in text else variants(text)
+
+
+def _checked(config: VerifyConfig, cases: Sequence[Any]) -> Iterator[Row]:
+    """The row of each case, in order, while others are under way."""
+    jobs = config.jobs or (1 if config.engine == "processes" or config.device == "cuda" else _cores())
+    if jobs == 1 or len(cases) == 1:
+        yield from (check_case(config, case) for case in cases)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(cases)), mp_context=context, initializer=_one_thread) as pool:
+        futures = [pool.submit(check_case, config, case) for case in cases]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def check_case(config: VerifyConfig, case: Any) -> Row:
+    """Compare one case with one device."""
+    from fmegatron.testing.equivalence import compare
+    from fmegatron.testing.models import find_model
+
+    result = compare(
+        find_model(case.model),
+        case.layout,
+        engine=config.engine,
+        dtype=config.dtype,
+        seed=config.seed,
+        device=config.device,
+    )
+    worst = result.worst
+    return Row(case, result.ok, worst.error, f"{worst.what} {worst.leaf}", result.seconds, str(result))
+
+
+def _report(config: VerifyConfig, row: Row) -> int:
+    """What failed, and the smallest layout that still does."""
+    from fmegatron.testing.models import find_model
+    from fmegatron.testing.shrinking import shrink
+
+    print(row.message, "looking for the smallest layout that fails …", sep="\n", flush=True)
+    found: dict[Any, Row] = {}
+
+    def fails(layout: Any) -> bool:
+        found[layout] = check_case(config, type(row.case)(row.case.model, layout))
+        return not found[layout].ok
+
+    small = shrink(find_model(row.case.model), row.case.layout, fails)
+    if small in found:
+        print(found[small].message)
+    seed = f" --seed {config.seed}" if config.seed else ""
+    more = "".join(
+        f" --{n} {v}"
+        for n, v, default in (("engine", config.engine, "simulated"), ("dtype", config.dtype, "float64"))
+        if v != default
+    )
+    print(f"smallest failing layout: {type(row.case)(row.case.model, small).command}{seed}{more}")
+    return 1
+
+
+def _cores() -> int:
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def _one_thread() -> None:
+    """Simulated ranks are many small operations, which threads only slow down."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m fmegatron.verify MODEL --world 8 …`."""
+    import tyro
+
+    given: Callable[..., Any] = tyro.cli
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--model", *arguments]
+    try:
+        return run(given(VerifyConfig, args=arguments))
+    except UserError as error:
+        print(f"fmegatron verify: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

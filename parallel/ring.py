@@ -1,0 +1,402 @@
+"""Attention over a sequence that ranks hold in parts, with keys and values passed round a ring of them (Liu et al. 2023).
+
+Every rank keeps its queries. Keys and values go to the next rank while those at hand are attended to; the partial
+results are merged by their log-sum-exps. The backward is a ring again, round which the gradients of keys and values
+travel with them. No rank ever holds more than two other ranks' keys and values, and none is kept for the backward.
+
+The exchanges are the same on all ranks and always happen. What a rank computes between them depends on its place: pairs
+of parts of which no query sees a key are left out, and pairs that need no mask are given to the kernels without one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from fmegatron.collectives import begin_exchange, ring_places
+from fmegatron.errors import ShardingError
+from fmegatron.mesh import Mesh
+from fmegatron.primitives._function import graph_wanted, wide
+from fmegatron.primitives.attention.blocks import finite
+from fmegatron.primitives.attention.sinks import sinks_gradient, with_sinks
+from fmegatron.simulation import on_each_rank
+
+
+class Form(NamedTuple):
+    """What attention computes: causal or not, the window, the scale and the soft cap."""
+
+    causal: bool
+    window: int | None
+    scale: float
+    softcap: float | None
+
+
+class Call(NamedTuple):
+    """One call of a kernel: these queries with these keys of a part.
+
+    mask: "none" where all are seen, "order" where order alone says which, "positions" for everything else.
+    """
+
+    rows: slice
+    columns: slice
+    mask: str
+
+
+# --------------------------------------------------------------------------------------------------- what to compute
+
+
+def runs_of(place: int, part: int, ranks: int, zigzag: bool) -> list[int]:
+    """The first global positions of the contiguous runs that the rank at a place of the ring holds, `part` positions
+    in all: one run, or in zigzag order two equal ones."""
+    if not zigzag:
+        return [place * part]
+    half = part // 2
+    return [place * half, (2 * ranks - 1 - place) * half]
+
+
+def plan(mine: Sequence[int], theirs: Sequence[int], length: int, causal: bool, window: int | None) -> Call | None:
+    """The call that covers all pairs of runs (of one length) in which a query sees a key; None where there is none."""
+    pairs = [(i, j) for i, q in enumerate(mine) for j, k in enumerate(theirs) if _sees(q, k, length, causal, window)]
+    if not pairs:
+        return None
+    rows, columns = (range(min(p[n] for p in pairs), max(p[n] for p in pairs) + 1) for n in (0, 1))
+    whole = all(_sees_all(mine[i], theirs[j], length, causal, window) for i, j in itertools.product(rows, columns))
+    diagonal = list(mine) == list(theirs) and causal and (window is None or len(mine) == 1)
+    mask = "none" if whole else "order" if diagonal else "positions"
+    queries, keys = (slice(r.start * length, r.stop * length) for r in (rows, columns))
+    return Call(queries, keys, mask)
+
+
+def _sees(q: int, k: int, length: int, causal: bool, window: int | None) -> bool:
+    """Of two runs that start at q and k: does one query see one key, documents apart?"""
+    nearest = max(0, q - k - length + 1)  # from a query back to a key
+    ahead = max(0, k - q - length + 1)
+    return (window is None or max(nearest, ahead) < window) and not (causal and k > q + length - 1)
+
+
+def _sees_all(q: int, k: int, length: int, causal: bool, window: int | None) -> bool:
+    farthest = max(q + length - 1 - k, k + length - 1 - q)
+    return (window is None or farthest < window) and not (causal and k + length - 1 > q)
+
+
+# ----------------------------------------------------------------------------------------------------------- the ring
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """Ranks in a ring along an ordered tuple of mesh axes. Make one with `ring_over`."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    zigzag: bool
+    places: tuple[int, ...]  # of each rank
+    key: str  # by which operators find it
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size(self.axes)
+
+    def on_ranks(self, f: Any, *args: Any) -> tuple[Tensor, ...]:
+        """f(place, *args), which may branch on the place in the ring."""
+        if self.mesh.simulated:
+            return on_each_rank(lambda rank, *mine: f(self.places[rank], *mine), self.mesh.world, *args)
+        return tuple(f(self.places[dist.get_rank()], *args))
+
+
+_rings: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()  # they live as long as their meshes
+_numbers = itertools.count()
+
+
+def ring_over(mesh: Mesh, axes: tuple[str, ...], zigzag: tuple[str, ...]) -> Ring:
+    """The ring along the axes of a dim, whose order is zigzag over some of them. Raises ShardingError where these are
+    neither all nor none."""
+    if zigzag not in ((), axes):
+        raise ShardingError(
+            f"a ring over mesh axes {', '.join(axes)} needs their own zigzag order or none, not that of "
+            f"{', '.join(zigzag)}: change the rules' zigzag"
+        )
+    key = ("ring", axes, bool(zigzag))
+    if key not in mesh._cache:
+        places = tuple(place for place, _ in ring_places(mesh, axes))
+        made = Ring(mesh, axes, bool(zigzag), places, f"{'-'.join(axes)}-{next(_numbers)}")
+        mesh._cache[key] = _rings[made.key] = made
+    return mesh._cache[key]
+
+
+def ring_forward(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, sinks: Tensor | None, form: Form
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of the queries of each rank and the keys and values of all. Without a graph."""
+    part = q.shape[1]
+    total: tuple[Tensor, ...] | None = None
+    for step, (k_, v_, *rest) in _passing(ring, [k, v, *_given(segments)]):
+
+        def merge(place: int, q: Tensor, k: Tensor, v: Tensor, mine: Any, theirs: Any, *total: Any) -> Sequence[Tensor]:
+            there = (place - step) % ring.size  # noqa: B023 (used at once)
+            return _merged(q, k, v, mine, theirs, form, *_runs(ring, place, there, part), *total)
+
+        total = ring.on_ranks(merge, q, k_, v_, segments, *(rest or (None,)), *(total or (None, None)))
+        del k_, v_, rest  # before the next ones but one are sent for
+    assert total is not None
+    o, lse = total
+    if sinks is not None:
+        o, lse = with_sinks(o, lse, sinks)
+    return o.to(q.dtype), lse
+
+
+def ring_backward(
+    ring: Ring,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    go: Tensor,
+    form: Form,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gq, gk, gv). Gradients of keys and values follow them round the ring, one step behind, and come home with one
+    step more. Without a graph."""
+    part, gq, coming = q.shape[1], None, None
+    for step, (k_, v_, *rest) in _passing(ring, [k, v, *_given(segments)]):
+
+        def gradients(place: int, *given: Any) -> Sequence[Tensor]:
+            q, k, v, mine, theirs, o, lse, go, gq = given
+            there = (place - step) % ring.size  # noqa: B023 (used at once)
+            return _gradients(q, k, v, mine, theirs, o, lse, go, gq, form, *_runs(ring, place, there, part))
+
+        gq, gk, gv = ring.on_ranks(gradients, q, k_, v_, segments, *(rest or (None,)), o, lse, go, gq)
+        if coming is not None:
+            gk, gv = (a + b for a, b in zip(coming.finish(), (gk, gv), strict=True))
+        coming = begin_exchange([gk, gv], ring.mesh, ring.axes)
+        del gk, gv, k_, v_, rest
+    assert gq is not None and coming is not None
+    gk, gv = coming.finish()
+    return gq.to(q.dtype), gk.to(k.dtype), gv.to(v.dtype)
+
+
+def _passing(ring: Ring, tensors: list[Tensor]) -> Iterable[tuple[int, list[Tensor]]]:
+    """The tensors of every rank in turn, this one's first, then that before it, …, and how far off that is. The next
+    ones are on their way while the caller works, who must let go of what it was given (`enumerate` would not)."""
+    for step in range(ring.size):
+        coming = begin_exchange(tensors, ring.mesh, ring.axes) if step + 1 < ring.size else None
+        yield step, tensors
+        tensors = coming.finish() if coming is not None else []
+
+
+def _given(segments: Tensor | None) -> list[Tensor]:
+    return [] if segments is None else [segments]
+
+
+def _runs(ring: Ring, place: int, there: int, part: int) -> tuple[list[int], list[int], int]:
+    """The runs of queries, the runs of keys, and their length."""
+    mine, theirs = (runs_of(p, part, ring.size, ring.zigzag) for p in (place, there))
+    return mine, theirs, part // len(mine)
+
+
+# ------------------------------------------------------------------------------------------------------- on one rank
+
+
+def _merged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mine: Tensor | None,
+    theirs: Tensor | None,
+    form: Form,
+    q_runs: list[int],
+    k_runs: list[int],
+    length: int,
+    o: Tensor | None,
+    lse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What the queries have so far (nothing yet: None), with what one part of the keys adds to it."""
+    call = plan(q_runs, k_runs, length, form.causal, form.window)
+    if o is None or lse is None:
+        dtype = wide(q.dtype)
+        o, lse = q.new_zeros(q.shape, dtype=dtype), q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
+    if call is None:
+        return o, lse
+    rows, columns, _ = call
+    masks, causal, window = _masks(call, q_runs, k_runs, length, mine, theirs, form, q.device)
+    o2, lse2 = torch.ops.fmegatron.attention(
+        q[:, rows], k[:, columns], v[:, columns], *masks, None, None, causal, window, form.scale, form.softcap
+    )
+    old = lse[:, rows]
+    new = torch.logaddexp(old, lse2)
+    o[:, rows] *= (old - finite(new)).exp_()[..., None]
+    o[:, rows] += o2 * (lse2 - finite(new)).exp_()[..., None]
+    lse[:, rows] = new
+    return o, lse
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mine: Tensor | None,
+    theirs: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    go: Tensor,
+    gq: Tensor | None,
+    form: Form,
+    q_runs: list[int],
+    k_runs: list[int],
+    length: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the queries so far, with those from one part of the keys, and the gradients of that part."""
+    call = plan(q_runs, k_runs, length, form.causal, form.window)
+    dtype = wide(q.dtype)
+    gq = torch.zeros_like(q, dtype=dtype) if gq is None else gq
+    gk, gv = (torch.zeros_like(t, dtype=dtype) for t in (k, v))
+    if call is None:
+        return gq, gk, gv
+    rows, columns, _ = call
+    masks, causal, window = _masks(call, q_runs, k_runs, length, mine, theirs, form, q.device)
+    a, b, c = torch.ops.fmegatron.attention_backward(
+        q[:, rows],
+        k[:, columns],
+        v[:, columns],
+        *masks,
+        None,
+        o[:, rows],
+        lse[:, rows],
+        go[:, rows],
+        None,
+        causal,
+        window,
+        form.scale,
+        form.softcap,
+    )
+    gq[:, rows] += a
+    gk[:, columns] = b.to(dtype)
+    gv[:, columns] = c.to(dtype)
+    return gq, gk, gv
+
+
+def _masks(
+    call: Call,
+    q_runs: list[int],
+    k_runs: list[int],
+    length: int,
+    mine: Tensor | None,
+    theirs: Tensor | None,
+    form: Form,
+    device: torch.device,
+) -> tuple[list[Tensor | None], bool, int | None]:
+    """([positions, kv_positions, segments, kv_segments], causal, window) of a call."""
+    rows, columns, mask = call
+    at = kv_at = None
+    # The kernels for documents take queries and keys of one order: positions say that these are not.
+    if mask == "positions" or (mask == "none" and mine is not None):
+        at, kv_at = (_positions(r, s, length, device) for r, s in ((q_runs, rows), (k_runs, columns)))
+    segments = kv_segments = None
+    if mine is not None and theirs is not None:
+        segments, kv_segments = mine[:, rows], None if mask == "order" else theirs[:, columns]
+    if mask == "none":
+        return [at, kv_at, segments, kv_segments], False, None
+    return [at, kv_at, segments, kv_segments], form.causal, form.window
+
+
+def _positions(runs: list[int], part: slice, length: int, device: torch.device) -> Tensor:
+    held = runs[part.start // length : part.stop // length]
+    return torch.cat([torch.arange(start, start + length, device=device) for start in held])
+
+
+# ---------------------------------------------------------------------------------------------------- as one operation
+
+
+class RingAttention(Function):
+    """(q, k, v, segments, sinks, saved o, saved lse, ring, form, gather) -> (o, lse). lse has no gradient.
+
+    gather(q, k, v, segments, sinks) -> o: the same by gathering keys and values, which gives the graph of a backward.
+    """
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        segments, sinks, o, lse, ring, form, _ = rest
+        if o is not None:
+            return o.view_as(o), lse.view_as(lse)
+        if ring.mesh.simulated:
+            return ring_forward(ring, q, k, v, segments, sinks, form)
+        return torch.ops.fmegatron.ring_attention(q, k, v, segments, sinks, ring.key, *form)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, _, _, ctx.ring, ctx.form, ctx.gather = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, go: Tensor | None, _: Any) -> Any:
+        q, k, v, segments, sinks, o, lse = ctx.saved_tensors
+        if go is None:
+            return (None,) * 10
+        if graph_wanted():
+            given = [t for t in (q, k, v, sinks) if t is not None]
+            pull = torch.func.vjp(lambda q, k, v, *s: ctx.gather(q, k, v, segments, *(s or (None,))), *given)[1]
+            gq, gk, gv, *g_sinks = pull(go)
+            return gq, gk, gv, None, *(g_sinks or (None,)), *[None] * 5
+        if ctx.ring.mesh.simulated:
+            grads = ring_backward(ctx.ring, q, k, v, segments, o, lse, go, ctx.form)
+        else:
+            grads = torch.ops.fmegatron.ring_attention_backward(q, k, v, segments, o, lse, go, ctx.ring.key, *ctx.form)
+        g_sinks = None if sinks is None else sinks_gradient(sinks, o, lse, go, None)
+        return *grads, None, g_sinks, *[None] * 5
+
+
+# Operators, so that compiled code sees one operation. (A simulation would run them rank by rank, without exchanges.)
+
+
+@torch.library.custom_op("fmegatron::ring_attention", mutates_args=())
+def _ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor | None,
+    sinks: Tensor | None,
+    ring: str,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    return ring_forward(_rings[ring], q, k, v, segments, sinks, Form(causal, window, scale, softcap))
+
+
+@_ring_attention.register_fake
+def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+
+
+@torch.library.custom_op("fmegatron::ring_attention_backward", mutates_args=())
+def _ring_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    go: Tensor,
+    ring: str,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return ring_backward(_rings[ring], q, k, v, segments, o, lse, go, Form(causal, window, scale, softcap))
+
+
+@_ring_attention_backward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

@@ -1,0 +1,423 @@
+"""The harness: layouts as lines, what is drawn, what is compared, and the collectives that are counted."""
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fmegatron as fm
+from fmegatron import tree
+from fmegatron.errors import UserError
+from fmegatron.models import Decoder
+from fmegatron.simulation import per_rank, simulate
+from fmegatron.testing import (
+    Layout,
+    Program,
+    assert_equivalent,
+    batches,
+    compare,
+    configs,
+    families,
+    layouts,
+    ledger,
+    make_batch,
+    shrink,
+    small_config,
+    small_model,
+)
+from fmegatron.testing.covering import pairs_of, space
+from fmegatron.testing.models import find_model, model_text, variants
+from fmegatron.testing.running import slices_of
+from fmegatron.testing.strategies import meshes
+
+QUICK = settings(deadline=None, derandomize=True, database=None)
+LLAMA = small_model("llama", layers=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+# ------------------------------------------------------------------------------------------------ layouts as lines
+
+
+def test_a_layout_is_one_line():
+    line = "dp=2,tp=2 sp zero=3 micro=2 remat=attention packed mask=row"
+    layout = Layout.parse(line)
+    assert layout == Layout("dp=2,tp=2", True, 3, "", 2, "attention", "gather", True, "row")
+    assert str(layout) == line and layout.world == 4
+    assert str(Layout()) == "dp=1" and Layout.parse("") == Layout() and Layout.parse("cp=2").axes == {"cp": 2}
+    assert Layout.parse("fsdp=2,dp=3 zero=3 store=fsdp").store_axes == ("fsdp",)
+    assert Layout.parse("fsdp=2,dp=3,cp=2,tp=2 zero=3").store_axes == ("fsdp", "dp", "cp")
+
+
+@QUICK
+@given(layouts(LLAMA, 8))
+def test_lines_are_read_back(layout):
+    assert Layout.parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("dp=2 ps", "'ps' is not known or there twice; did you mean 'sp'"),
+        ("dp=2 sp sp", "'sp' is not known or there twice"),
+        ("dp=two", 'is not "axis=size"'),
+        ("dp=2 micro=0", "micro=0 must be 1 or more"),
+        ("dp=2 micro=a", "needs a whole number"),
+        ("dp=2 sp=1", "takes no value"),
+        ("dp=2 zero=7", "zero=7 is not supported"),
+        ("dp=2 mask=some", "mask=some is not known: use one of full"),
+        ("dp=2 store=dp", "store=dp needs zero=3"),
+        ("dp=2 zero=3 store=tp", "names an axis that the mesh lacks"),
+    ],
+)
+def test_lines_that_mean_nothing_are_refused(line, message):
+    with pytest.raises(UserError, match=message):
+        Layout.parse(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("tp=4", "6 query heads, which do not divide by tp=4"),
+        ("ep=2", "nothing is divided over an axis 'ep'"),
+        ("dp=2 rows=3", "does not divide by 2, the data-parallel ranks"),
+        ("dp=2 rows=2 micro=2", "use fewer microbatches"),
+        ("cp=4 seq=6", "does not divide by"),
+    ],
+)
+def test_illegal_layouts_are_refused_with_the_reason(line, message):
+    with pytest.raises(UserError, match=message):
+        assert_equivalent(LLAMA, line)
+
+
+def test_what_an_engine_cannot_express_it_says():
+    with pytest.raises(UserError, match="runs on gloo and CPU, not on cuda"):
+        assert_equivalent(LLAMA, "dp=2", engine="processes", device="cuda")
+    with pytest.raises(UserError, match="17 processes are too many"):
+        assert_equivalent(LLAMA, "dp=17", engine="processes")
+    with pytest.raises(UserError, match="engine 'nccl' is not known"):
+        assert_equivalent(LLAMA, "dp=2", engine="nccl")
+    with pytest.raises(UserError, match="remat=nothing needs a model that is a dataclass with a field `save`"):
+        assert_equivalent((spec, loss), "dp=1 remat=nothing")
+
+
+# ------------------------------------------------------------------------------------------------- what is drawn
+
+
+@settings(QUICK, max_examples=30)
+@given(st.data())
+def test_only_legal_layouts_are_drawn(data):
+    family = data.draw(st.sampled_from(list(families())))
+    model = Decoder(data.draw(configs(family)))
+    layout = data.draw(layouts(model, 8))
+    assert layout.world <= 8 and Program(model).why_illegal(layout) is None
+    batch = Program(model).batch_of(layout)
+    rows, seq = layout.batch
+    assert {x.shape for x in batch.values()} == {(rows, seq)}
+    counts = model.weights(batch)["lm"].items
+    assert counts.any()
+    if layout.mask == "row":
+        each = rows // layout.size("dp", "fsdp")
+        assert rows == 1 or not counts[: min(-(-each // layout.micro), rows - 1)].any()
+
+
+def test_every_size_of_tp_is_drawn_that_the_model_allows():
+    def sizes(model):
+        return {Layout(m).size("tp") for m in meshes(model, 8)}
+
+    assert sizes(small_model("llama", heads=8, kv_heads=2)) == {1, 2, 4, 8}
+    assert sizes(small_model("llama")) == {1, 2, 3, 6}
+    assert sizes(small_model("llama", vocab=101)) == {1}
+
+
+def test_what_is_drawn_shrinks_to_the_smallest():
+    smallest = settings(QUICK, max_examples=300)
+    assert str(hypothesis.find(layouts(LLAMA, 8), lambda x: True, settings=smallest)) == "dp=1"
+    found = hypothesis.find(layouts(LLAMA, 8), lambda x: x.size("tp") > 1 and x.packed, settings=smallest)
+    assert str(found) == "tp=2 packed"
+    found = hypothesis.find(layouts(LLAMA, 8), lambda x: x.sp and x.zero, settings=smallest)
+    assert found.world == 4 and found.micro == 1 and not found.packed
+    assert hypothesis.find(configs("llama"), lambda c: c.tied, settings=smallest).layers == 1
+
+
+def test_a_failing_layout_shrinks_in_few_tries():
+    tried = []
+
+    def fails(layout):
+        tried.append(layout)
+        return layout.size("cp") > 1 and layout.micro > 1
+
+    start = Layout.parse("tp=2,dp=2,cp=2 sp zero=3 micro=3 remat=nothing packed mask=row")
+    assert str(shrink(LLAMA, start, fails)) == "cp=2 micro=2"
+    assert len(tried) < 25
+
+
+@settings(QUICK, max_examples=20)
+@given(batches(24))
+def test_batches_have_documents_and_uneven_masks(batch):
+    if "segments" in batch:
+        first = torch.cat([torch.ones(4, 1).bool(), batch["segments"].diff(dim=1) > 0], 1)
+        assert (first.sum(1) >= 2).all() and (batch["positions"][first] == 0).all()
+        assert (batch["positions"].diff(dim=1)[~first[:, 1:]] == 1).all()
+
+
+def test_a_row_without_a_token_and_unequal_rows():
+    full = make_batch(24, 6, 8, mask="row", empty=2)["mask"].sum(1)
+    assert (full[:2] == 0).all() and full[-1] > 0
+    assert len(set((make_batch(24, 6, 8, mask="padded")["labels"] >= 0).sum(1).tolist())) > 3
+
+
+@pytest.mark.parametrize("family", list(families()))
+def test_small_models_by_name(family):
+    for text in variants(family):
+        model = find_model(text)
+        assert model.config.family == family and find_model(model_text(model)).config == model.config
+    assert small_config(family).kinds.count("window") == (0 if small_config(family).window is None else 1) or (
+        "full" not in small_config(family).kinds
+    )
+    with pytest.raises(UserError, match="'speed=1' is not one of heads"):
+        find_model(f"{family},speed=1")
+
+
+def test_models_that_are_not_there():
+    with pytest.raises(UserError, match="is no family"):
+        find_model("lama")
+    with pytest.raises(UserError, match="No module named 'nowhere'"):
+        find_model("nowhere:model")
+    with pytest.raises(UserError, match="is no model: it needs spec"):
+        compare(find_model("math:pi"), "dp=1")
+
+
+def test_few_layouts_have_every_pair_of_options():
+    legal = space(variants("llama"), 8)
+    cases, every = list(legal.cases(1, 0)), legal.pairs()
+    assert set().union(*(pairs_of(legal.features(c)) for c in cases)) >= every
+    assert len(cases) < 45 and cases == list(legal.cases(1, 0)) and cases != list(legal.cases(1, 1))
+    assert len({str(c.layout) for c in legal.cases(60, 0)}) >= 60
+    for case in cases:
+        assert Program(find_model(case.model)).why_illegal(case.layout) is None
+
+
+# ------------------------------------------------------------------------------------------------- what is compared
+
+
+def test_the_place_of_a_shard_is_what_torch_says():
+    whole = torch.arange(7 * 6).view(7, 6)
+    for placements in ([Shard(0), Replicate()], [Shard(1), Shard(0)], [Shard(0), Shard(0)], [Shard(1), Shard(1)]):
+        with simulate(6):
+            mesh = fm.make_mesh("tp=3,dp=2", device="cpu").device_mesh
+            parts = per_rank(distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local())
+        for rank, part in enumerate(parts):
+            (a, n), (b, m) = slices_of(whole.shape, placements, (3, 2), divmod(rank, 2))
+            assert torch.equal(part, whole[a : a + n, b : b + m])
+
+
+LINES = [
+    "dp=1 micro=3 mask=uneven",
+    "dp=3 zero=3 micro=2 packed mask=row",
+    "cp=2,tp=2 sp remat=attention packed mask=padded",
+    "tp=2,fsdp=2 zero=3 remat=nothing mask=row",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_layouts_are_equivalent(line):
+    result = assert_equivalent(small_model("llama", layers=2 if "remat" in line else 1, dropout=0.2, tied=True), line)
+    assert result.worst.error < 1e-12
+    names = {d.what for d in result.differences}
+    assert names == {"init", "loss", "gradients", "clipped", "norms"} | {
+        f"adamw {n}" for n in ("parameters", "m", "v")
+    } | {"sgd parameters"}
+
+
+@pytest.mark.parametrize("family", [f for f in families() if f != "llama"])
+def test_every_family_on_one_layout(family):
+    line = {"gpt2": "tp=2 sp micro=2 mask=row", "gemma2": "cp=2 zero=3 packed"}.get(family, "tp=3 mask=uneven packed")
+    assert_equivalent(small_model(family), line, checks=("gradients",))
+
+
+@pytest.mark.slow
+@settings(QUICK, max_examples=200)
+@given(st.data())
+def test_drawn_models_on_drawn_layouts(data):
+    model = Decoder(data.draw(configs(data.draw(st.sampled_from(list(families()))))), label_smoothing=0.1, z_loss=0.01)
+    assert_equivalent(model, data.draw(layouts(model, 8)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lower_precisions_have_a_bound_that_finds_factors(dtype, monkeypatch):
+    result = assert_equivalent(LLAMA, "tp=2 sp micro=2 mask=uneven", dtype=dtype)
+    assert result.worst.error > 1e-9
+    raw = max(d.allowed for d in result.differences if d.what == "gradients" and "norm" not in d.leaf)
+    assert raw < {"float32": 1e-3, "bfloat16": 0.5}[dtype]
+
+    kept = fm.Sharding.leave
+    monkeypatch.setattr(fm.Sharding, "leave", lambda sh, g, param: 2 * kept(sh, g, param))
+    with pytest.raises(AssertionError, match=r"gradients layers\.0\.\w+ .* leaves are off"):
+        assert_equivalent(LLAMA, "tp=2 sp micro=2 mask=uneven", dtype=dtype, checks=("gradients",))
+
+
+def test_an_error_names_the_layout_and_the_leaf(monkeypatch):
+    kept = fm.Sharding.leave
+    monkeypatch.setattr(
+        fm.Sharding, "leave", lambda sh, g, param: kept(sh, g, param) * (2.0 if param.dims == "embed mlp" else 1.0)
+    )
+    with pytest.raises(AssertionError) as error:
+        assert_equivalent(LLAMA, "tp=2 sp", checks=("gradients",))
+    text = str(error.value)
+    assert "layout tp=2 sp does not compute what one device computes" in text
+    assert "12×24 at (tp_group:S(1)): off by 1.0e+00 on rank" in text and "(2 of 12 leaves are off)" in text
+
+
+def test_donation_that_changes_bits_is_found(monkeypatch):
+    assert_equivalent(LLAMA, "dp=1", checks=("adamw", "donate"))
+    from fmegatron.optim import clip
+
+    kept = clip._scaled
+    monkeypatch.setattr(clip, "_scaled", lambda g, c, donate: kept(g, c * (1 + 1e-12) if donate else c, donate))
+    with pytest.raises(AssertionError, match="donate=True and False give different bits: donated"):
+        assert_equivalent(LLAMA, "dp=1", checks=("adamw", "donate"))
+
+
+# ------------------------------------------------------------------------------------------------- models of one's own
+
+
+def spec():
+    return {
+        "table": fm.Param((24, 12), "vocab embed", fm.normal(0.5)),
+        "wide": fm.Param((12, 10), "embed hidden"),
+        "back": fm.Param((10, 12), "hidden embed"),
+    }
+
+
+def loss(params, batch, ctx):
+    sh, p = ctx.sh, ctx.sh.use(params, SPEC[0])
+    x = fm.primitives.embedding(p["table"], batch["ids"], sh=sh, vocab_size=24)
+    h = sh.dot(
+        sh(x, "batch seq* embed -> batch seq embed | hidden"),
+        p["wide"],
+        "batch seq embed, embed hidden -> batch seq hidden",
+    )
+    y = sh.dot(torch.tanh(h), p["back"], "batch seq hidden, hidden embed -> batch seq* embed")
+    items = (sh(y, "batch seq* embed -> batch seq embed") - batch["target"]).square().sum(-1)
+    return fm.Term(items, "batch seq", weight=torch.ones_like(items)), None
+
+
+SPEC = [spec()]
+
+
+def data_of(rows, seq, seed):
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "ids": torch.randint(0, 24, (rows, seq), generator=g),
+        "target": torch.randn(rows, seq, 12, generator=g, dtype=torch.float64),
+    }
+
+
+OWN = {"rows": {"hidden": "tp"}, "batch": data_of, "dims": {"target": "batch seq embed"}}
+
+
+@pytest.mark.parametrize("line", ["dp=2 zero=3 micro=2", "tp=2,dp=2 sp", "cp=3"])
+def test_two_functions_with_dims_and_batches_of_their_own(line):
+    SPEC[0] = Program((spec, loss), **OWN).spec()  # what each parameter is applied over is inferred
+    assert SPEC[0]["wide"].over == "batch seq"
+    assert assert_equivalent((lambda: SPEC[0], loss), line, **OWN).ok
+
+
+def test_parameters_may_be_given():
+    SPEC[0] = Program((spec, loss), **OWN).spec()
+    given = tree.tree_map(lambda p: torch.full(p.shape, 0.1, dtype=torch.float64), SPEC[0])
+    result = assert_equivalent((lambda: SPEC[0], loss), "tp=2", params=given, **OWN)
+    assert "init" not in {d.what for d in result.differences}
+
+
+# ------------------------------------------------------------------------------------------------------ the ledger
+
+SINGLE = 4  # bytes
+
+
+def sizes(line, config):
+    """(bytes of the stream on a rank, tokens on a rank, ranks of tp)."""
+    layout = Layout.parse(line)
+    rows, seq = layout.batch
+    tokens = rows * seq // layout.size("dp", "fsdp", "cp") // layout.micro
+    return tokens * config.embed * SINGLE, tokens, layout.size("tp")
+
+
+def held(config, dims, tp):
+    """Bytes of all parameters on a rank of tp."""
+    spec = fm.models.Decoder(config).spec()
+    cut = {"kv", "mlp", "vocab"}
+    return sum(
+        p.numel * SINGLE // (tp if cut & set(p.names) else 1)
+        for p in tree.leaves(spec)
+        if dims is None or p.dims in dims
+    )
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_ledger_of_tensor_parallelism(layers):
+    config = small_config("llama", layers=layers, heads=6, kv_heads=6)
+    line = "tp=3"
+    stream, tokens, _ = sizes(line, config)
+    found = ledger(Decoder(config), line, part="gradients")
+    # the stream: behind the embedding, attention and the feed-forward part, and in front of each backward
+    per_stream = 2 * layers + 1
+    statistics = 3  # a maximum, a sum and the label's logit of each token
+    assert {e.kind for e in found.entries} == {"all-reduce"}
+    all_reduce = found.of("all-reduce", "tp")
+    assert all_reduce.count == 2 * per_stream + statistics
+    assert all_reduce.bytes == 2 * per_stream * stream + statistics * tokens * SINGLE
+    assert all_reduce.sent == all_reduce.bytes * 2 * 2 // 3
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_ledger_of_sequence_parallelism(layers):
+    config = small_config("llama", layers=layers, heads=6, kv_heads=6)
+    line = "tp=3 sp"
+    stream, tokens, _ = sizes(line, config)
+    found = ledger(Decoder(config), line, part="gradients")
+    per_stream = 2 * layers + 1
+    for kind in ("all-gather", "reduce-scatter"):
+        entry = found.of(kind, "tp")
+        assert (entry.count, entry.bytes) == (2 * per_stream, 2 * per_stream * stream)
+    norms = (2 * layers + 1) * config.embed * SINGLE
+    all_reduce = found.of("all-reduce", "tp")
+    assert all_reduce.bytes == norms + 3 * tokens * SINGLE + SINGLE * 0
+
+
+def test_ledger_of_data_parallelism():
+    config = small_config("llama")
+    found = ledger(Decoder(config), "dp=4 micro=2", part="gradients")
+    assert {e.kind for e in found.entries} == {"all-reduce"}
+    gradients = held(config, None, 1)
+    scalars = found.of("all-reduce", "dp").bytes - 2 * gradients  # the weights' sum (int64) and each microbatch's loss
+    assert scalars == 8 + 2 * SINGLE
+
+
+def test_ledger_of_zero_3():
+    config = small_config("llama", embed=16, mlp=32, vocab=48, head=4, heads=8, kv_heads=4)
+    found = ledger(Decoder(config), "dp=4 zero=3 micro=2", part="gradients")
+    ends, layers = held(config, ("vocab embed",), 1) + config.embed * SINGLE, held(config, None, 1)
+    layers -= ends
+    # a microbatch gathers the layers twice, forward and backward, and the rest once
+    assert found.of("all-gather", "dp").bytes == 2 * (2 * layers + ends)
+    assert found.of("reduce-scatter", "dp").bytes == 2 * (layers + ends)
+    assert found.of("all-reduce", "dp").bytes == 8 + 2 * SINGLE
+
+
+def test_a_ledger_is_a_table():
+    found = ledger(LLAMA, "dp=2,tp=2 sp zero=3 micro=2")
+    assert sum(e.count for e in found.entries) == int(str(found).splitlines()[-1].split()[1].replace(",", ""))
+    assert {e.axes for e in found.entries} <= {("dp",), ("tp",), ("tp_group",)}
+    assert ledger(LLAMA, "dp=1").entries == ()
+    more = ledger(LLAMA, "dp=2,tp=2 sp zero=3 micro=2 remat=nothing", part="gradients")
+    less = ledger(LLAMA, "dp=2,tp=2 sp zero=3 micro=2", part="gradients")
+    # computed again: the two gathers of each layer and microbatch, and nothing that only the forward's result needs
+    assert more.of("all-gather", "tp").bytes > less.of("all-gather", "tp").bytes
+    assert more.of("all-gather", "dp") == less.of("all-gather", "dp")
