@@ -1,4 +1,4 @@
-"""The command line: `fmegatron train | generate | export | preprocess | describe`.
+"""The command line: `fmegatron train | generate | export | preprocess | describe | verify`.
 
 Only the settings are imported here; a command's own module, and torch, is imported when the command runs.
 """
@@ -97,12 +97,23 @@ def preprocess(arguments: Sequence[str]) -> int | None:
     return 0
 
 
+def verify(arguments: Sequence[str]) -> int | None:
+    """Check that every layout of a model computes the same function."""
+    from fmegatron.verify import VerifyConfig, run
+
+    arguments = list(arguments)
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--model", *arguments]
+    return run(parse(VerifyConfig, "verify", arguments))
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "generate": generate,
     "export": export,
     "preprocess": preprocess,
     "describe": describe,
+    "verify": verify,
 }
 
 

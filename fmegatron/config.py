@@ -251,8 +251,14 @@ class TrainConfig:
     """Sizes of the mesh's axes, such as dp=2,tp=2; None: all ranks are data-parallel."""
     store: tuple[str, ...] = ()
     """Mesh axes that parameters and optimizer state are divided over at rest (FSDP), such as dp."""
+    zero: int | None = None
+    """What the axes of --store hold: 1, optimizer state; 2, gradients too; 3, parameters too; None: 3 with --store. With a
+    stage and no --store: fsdp, or dp where the mesh has no fsdp."""
     sp: bool = False
     """Sequence parallelism: between blocks the sequence is divided over tp."""
+    cp: Literal["gather", "ring", "ulysses", "ulysses+ring"] = "gather"
+    """How attention reads the sequence that the mesh axis cp divides: all-gather of keys and values, exchanges between
+    neighbours, all-to-all of heads, or all-to-all inside and exchanges across."""
     nproc: int = 1
     """Processes to start on this machine; under torchrun none are started."""
     device: str = "auto"

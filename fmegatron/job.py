@@ -28,6 +28,7 @@ from fmegatron.loss_scale import LossScale, LossScaling
 from fmegatron.mesh import Mesh, make_mesh, parse_axes
 from fmegatron.models import Decoder, DecoderConfig, load_hf
 from fmegatron.optim import Optimizer
+from fmegatron.parallel.context import factoring
 from fmegatron.parallel.legality import check_layout
 from fmegatron.precision import Precision, dtype_of
 from fmegatron.rules import standard_rules
@@ -35,6 +36,7 @@ from fmegatron.sharding import Sharding
 from fmegatron.spec import abstract, init
 from fmegatron.spec import describe as describe_spec
 from fmegatron.step import TrainState, train_step
+from fmegatron.zero import with_sharded_state
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def make_setup(
     """
     sizes = sizes or model_config(config, None)
     axes = mesh_axes(config, world)
-    mesh = make_mesh(axes, kv_heads=sizes.kv_heads, device=device.type, world=world, abstract=check_only)
+    also = factoring(axes, config.cp, heads=sizes.heads, kv_heads=sizes.kv_heads, argument="--mesh")
+    mesh = make_mesh(axes, also=also, kv_heads=sizes.kv_heads, device=device.type, world=world, abstract=check_only)
     check_layout(
         mesh,
         heads=sizes.heads,
@@ -99,9 +102,13 @@ def make_setup(
         microbatches=config.batch.microbatches,
         sequence_parallel=config.sp,
         store=config.store,
+        zero=config.zero,
+        context=config.cp,
+        kv_heads=sizes.kv_heads,
     )
     precision = make_precision(config, device)
-    rules = standard_rules(mesh, sequence_parallel=config.sp, store=config.store)
+    layout = {"sequence_parallel": config.sp, "store": config.store, "zero": config.zero, "context": config.cp}
+    rules = standard_rules(mesh, **layout)  # type: ignore[arg-type]
     sh = Sharding(mesh, rules, precision=precision)
     check_vocab(config, sizes, sh)
     sh.check_spec(Decoder(sizes).spec())
@@ -143,13 +150,14 @@ def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:
     )
     spec = model.spec()
     setup.sh.check_spec(spec)
-    optimizer = make_optimizer(config, spec, setup.precision)
+    optimizer = with_sharded_state(make_optimizer(config, spec, setup.precision), spec, setup.sh)
     scaling = make_loss_scaling(config, setup.precision)
     step = train_step(
         model.loss,
         optimizer,
         weights=model.weights,
         sh=setup.sh,
+        spec=spec,
         microbatches=config.batch.microbatches,
         donate=True,
         loss_scale=scaling,

@@ -400,3 +400,24 @@ def test_without_a_launcher_there_is_no_group() -> None:
         assert launch.init_distributed("cpu").type == "cpu"
     with pytest.raises(UserError, match="--device 'gpu' is not known"):
         launch.init_distributed("gpu")
+
+
+def test_verify_checks_a_layout_and_refuses_what_it_does_not_know(capsys):
+    assert cli.main(["verify", "gpt2", "--layout", "tp=2 sp"]) == 0
+    out = capsys.readouterr().out
+    assert "tp=2 sp" in out and "equal to one device, worst error" in out
+    assert cli.main(["verify", "lama"]) == 2
+    assert "lama" in capsys.readouterr().err
+    assert cli.main(["verify", "llama", "--layout", "tp=2 zero=9"]) == 2
+    assert "zero=9 is not supported" in capsys.readouterr().err
+
+
+def test_stages_and_kinds_that_do_not_exist_are_refused(capsys, tmp_path):
+    for flag, value, message in (
+        ("--zero", "4", "--zero 4: the stages are 0"),
+        ("--zero", "1", "has no data axis to store over; add dp to --mesh"),
+        ("--cp", "rings", "--cp rings is not known; did you mean ring?"),
+    ):
+        assert cli.main(["train", "--out", str(tmp_path / "x"), "--nproc", "1", "--mesh", "tp=1", flag, value]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()

@@ -28,8 +28,10 @@ LAYOUTS = {
     "tp=4, more than kv heads": ("--mesh", "tp=4", "--sp"),
     "dp=4 stored": ("--mesh", "dp=4", "--store", "dp"),
     "cp=2,tp=2": ("--mesh", "cp=2,tp=2", "--sp"),
+    "zero 1, ring": ("--mesh", "dp=2,cp=2", "--zero", "1", "--cp", "ring"),
+    "zero 2, ulysses": ("--mesh", "dp=2,cp=2", "--zero", "2", "--cp", "ulysses"),
 }
-SLOW = ("store dp", "dp=4 stored", "sp", "cp=2,tp=2")  # covered by the others, or by the tests of transforms
+SLOW = ("store dp", "dp=4 stored", "sp", "cp=2,tp=2", "zero 2, ulysses")  # covered by the others, or by the tests of transforms
 ONE = ("--model-overrides.layers", "1")
 
 
@@ -255,4 +257,4 @@ def test_activations_are_divided(tmp_path) -> None:
     assert whole > 0
     for mesh, share in ((("--mesh", "dp=4"), 0.26), ((*DP_TP, "--sp"), 0.32)):
         found = processes(4).run(activations, [*arguments, *mesh])
-        assert all(0.2 * whole < f <= share * whole for f in found), (mesh, [f / whole for f in found])
+        assert all(0.15 * whole < f <= share * whole for f in found), (mesh, [f / whole for f in found])

@@ -126,7 +126,8 @@ def space(models: Sequence[str], world: int, *, axes: Sequence[str] = AXES) -> S
     from fmegatron.testing.models import find_model
     from fmegatron.testing.program import program_of
 
-    found, kv_heads, by_shape, policies = {}, {}, dict[Any, list[str]](), ("everything",)
+    found, kv_heads, by_shape = {}, {}, dict[Any, list[str]]()
+    policies: tuple[str, ...] = ("everything",)
     for text in models:
         program = program_of(find_model(text))
         policies = remats(program)

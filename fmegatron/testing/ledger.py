@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-
 from fmegatron import optim, random
 from fmegatron.accumulate import accumulate
 from fmegatron.context import Ctx
@@ -50,7 +49,7 @@ class Ledger:
         return Entry(kind, axes, 0, *(sum(getattr(e, n) for e in found) for n in ("count", "bytes", "sent")))
 
     def __str__(self) -> str:
-        rows = [("collective", "axes", "ranks", "count", "bytes", "sent/rank")]
+        rows: list[tuple[str, ...]] = [("collective", "axes", "ranks", "count", "bytes", "sent/rank")]
         rows += [
             (e.kind, "×".join(e.axes), str(e.ranks), f"{e.count:,}", f"{e.bytes:,}", f"{e.sent:,}")
             for e in self.entries
@@ -113,7 +112,8 @@ def summed_up(found: Sequence[Collective], mesh: Mesh) -> list[Entry]:
     for c in found:
         groups[c.kind, _named(c.axes, mesh), c.ranks].append(c)
     entries = [
-        Entry(*what, len(some), sum(c.bytes for c in some), sum(c.sent for c in some)) for what, some in groups.items()
+        Entry(kind, axes, ranks, len(some), sum(c.bytes for c in some), sum(c.sent for c in some))
+        for (kind, axes, ranks), some in groups.items()
     ]
     return sorted(entries, key=lambda e: (-e.sent, e.kind, e.axes))
 

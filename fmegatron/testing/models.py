@@ -122,7 +122,7 @@ def variants(name: str, shapes: Sequence[tuple[int, int]] = SHAPES) -> list[str]
         for vocab in (LEGAL_VOCAB, ODD_VOCAB):
             for tied in (False, True):
                 for dropout in (0.0, 0.2):
-                    changes = {"heads": heads, "kv_heads": heads if every else kv_heads, "vocab": vocab}
+                    changes: dict[str, Any] = {"heads": heads, "kv_heads": heads if every else kv_heads, "vocab": vocab}
                     changes |= {"tied": tied, "dropout": dropout}
                     differ = [f"{n}={_plain(v)}" for n, v in changes.items() if getattr(base, n) != v]
                     found.append(",".join([name, *differ]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from fmegatron.remat import names, nothing
 from fmegatron.rules import Rules, base, standard_rules
 from fmegatron.sharding import Sharding
 from fmegatron.spec import init, params_of
-from fmegatron.split import everything
 from fmegatron.testing.batches import make_batch
 from fmegatron.testing.layout import DATA, Layout
 
