@@ -199,7 +199,7 @@ def folder_of(name: str) -> Path:
     """A folder with the case's model, saved by transformers. Norms and biases are drawn too: none is trivially right."""
     case = CASES[name]
     config = transformers.AutoConfig.for_model(case.family, **case.fields)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(SINGLE)  # also when it is made inside `wide`
     g = torch.Generator().manual_seed(list(CASES).index(name))
     scaled_by_weight = case.family not in ("gemma2", "gemma3_text")  # Gemma's norms multiply by 1 + weight
     table = "transformer.wte.weight" if case.family == "gpt2" else "model.embed_tokens.weight"
@@ -208,7 +208,7 @@ def folder_of(name: str) -> Path:
             norm = p.ndim == 1 and path.endswith("weight")
             # a tied model repeats its last token for ever when its table or its biases outweigh the rest
             std = 0.3 if norm else 0.1 if p.ndim == 1 else 0.25
-            p.copy_((1.0 if norm and scaled_by_weight else 0.0) + std * torch.randn(p.shape, generator=g))
+            p.copy_((1.0 if norm and scaled_by_weight else 0.0) + std * torch.randn(p.shape, generator=g, dtype=SINGLE))
             if config.tie_word_embeddings and path == table:
                 p.div_(math.sqrt(config.hidden_size) if case.family.startswith("gemma") else 1.5)
     model.save_pretrained(_scratch() / name)

@@ -274,7 +274,7 @@ class Calls(TorchDispatchMode):
 
         monkeypatch.setattr(fmegatron.product, "einsum", counting_einsum)
         monkeypatch.setattr(Sharding, "dot", named(dot))
-        monkeypatch.setattr(decoder, "attention", named(decoder.attention, "attention"))
+        monkeypatch.setattr(decoder, "context_attention", named(decoder.context_attention, "attention"))
         for name in ("rms_norm", "apply_rotary"):
             monkeypatch.setattr(decoder, name, counted(getattr(decoder, name), name))
         monkeypatch.setitem(decoder.GATED, "swiglu", counted(decoder.GATED["swiglu"], "swiglu"))
