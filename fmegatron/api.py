@@ -23,6 +23,7 @@ from fmegatron.simulation import per_rank, simulate
 from fmegatron.spec import Param, abstract, count, describe, init
 from fmegatron.split import everything, split
 from fmegatron.step import NonFiniteError, TrainState, evaluate, train_step
+from fmegatron.zero import with_sharded_state
 
 __all__ = [
     "Ctx",
@@ -80,5 +81,6 @@ __all__ = [
     "truncated_normal",
     "uniform",
     "value_and_grad",
+    "with_sharded_state",
     "zeros",
 ]

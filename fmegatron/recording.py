@@ -21,7 +21,7 @@ _open: list[list[Collective]] = []
 class Collective:
     """One collective as one rank takes part in it.
 
-    kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all". axes: mesh axes, in rank order. ranks: members.
+    kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", or "exchange" with a neighbour in a ring. axes: mesh axes, in rank order. ranks: members.
     elements: of the tensor that each rank puts in.
     """
 
@@ -38,7 +38,10 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Bytes that each rank sends in a ring: (n - 1)/n of the buffer, and twice that for an all-reduce."""
+        """Bytes that each rank sends: in a ring (n - 1)/n of the buffer, twice that for an all-reduce; all of it in an
+        exchange."""
+        if self.kind == "exchange":
+            return self.bytes
         return (2 if self.kind == "all-reduce" else 1) * self.bytes * (self.ranks - 1) // self.ranks
 
 

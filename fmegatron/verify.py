@@ -43,6 +43,8 @@ class VerifyConfig:
     """Mesh axes to draw from; leave out what the model cannot use."""
     ledger: bool = False
     """Print the collectives of each layout's step too."""
+    full: bool = False
+    """Check three steps of AdamW and of SGD on every layout, instead of one of them in turn."""
     jobs: int | None = None
     """Layouts checked at a time, each in a process; None: one a core, at most 8, and 1 with processes or cuda."""
 
@@ -121,11 +123,11 @@ def _checked(config: VerifyConfig, cases: Sequence[Any]) -> Iterator[Row]:
     """The row of each case, in order, while others are under way."""
     jobs = config.jobs or (1 if config.engine == "processes" or config.device == "cuda" else _cores())
     if jobs == 1 or len(cases) == 1:
-        yield from (check_case(config, case) for case in cases)
+        yield from (check_case(config, case, n) for n, case in enumerate(cases))
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(cases)), mp_context=context, initializer=_one_thread) as pool:
-        futures = [pool.submit(check_case, config, case) for case in cases]
+        futures = [pool.submit(check_case, config, case, n) for n, case in enumerate(cases)]
         try:
             for future in futures:
                 yield future.result()
@@ -134,10 +136,11 @@ def _checked(config: VerifyConfig, cases: Sequence[Any]) -> Iterator[Row]:
                 future.cancel()
 
 
-def check_case(config: VerifyConfig, case: Any) -> Row:
-    """Compare one case with one device."""
+def check_case(config: VerifyConfig, case: Any, n: int | None = None) -> Row:
+    """Compare one case with one device. n: its number in a table, by which it trains with AdamW or SGD; None: both."""
     from fmegatron.testing.equivalence import compare
     from fmegatron.testing.models import find_model
+    from fmegatron.testing.running import CHECKS
 
     result = compare(
         find_model(case.model),
@@ -146,6 +149,7 @@ def check_case(config: VerifyConfig, case: Any) -> Row:
         dtype=config.dtype,
         seed=config.seed,
         device=config.device,
+        checks=CHECKS if config.full or config.layout or n is None else ("init", "gradients", ("adamw", "sgd")[n % 2]),
     )
     worst = result.worst
     return Row(case, result.ok, worst.error, f"{worst.what} {worst.leaf}", result.seconds, str(result))

@@ -47,7 +47,7 @@ def check_layout(
         if name not in AXES:
             near = difflib.get_close_matches(name, AXES, 1)
             known = ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             raise UserError(
                 f"--mesh {_shown(mesh)}: nothing is divided over an axis {name!r}{hint} The axes are {known}"
             )

@@ -5,10 +5,13 @@ import torch
 
 from fmegatron.checking import check, infer_over
 from fmegatron.errors import ShardingError
+from fmegatron.initializers import Normal
 from fmegatron.precision import Precision
+from fmegatron.primitives import swiglu
 from fmegatron.random import key
+from fmegatron.rules import Rules
 from fmegatron.sharding import Sharding
-from fmegatron.spec import init, params_of
+from fmegatron.spec import Param, init, params_of
 from tests import exact_model as M
 
 DOUBLE = Sharding(precision=Precision(params=torch.float64))
@@ -95,3 +98,29 @@ def test_functions_of_one_s_own_are_seen():
     check(whole, one, params, BATCH, RULES)
     with pytest.raises(ShardingError, match="on_vocab"):
         check(part, one, params, BATCH, RULES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_no_mixing(dtype):
+    """A kernel may round half of a tensor otherwise than the whole; a true mix of elements is refused all the same."""
+    rules = Rules({"batch": "dp", "seq": None, "embed": None, "mlp": "tp"})
+    spec = {"up": Param((12, 36), "embed mlp", Normal(1.0), over="batch seq")}
+    params = init(spec, key(0), sh=Sharding(precision=Precision(params=dtype)))
+    batch = torch.randn(4, 6, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def program(activation):
+        def loss(p, x, sh):
+            p = sh.use(p, spec)
+            h = sh.dot(
+                sh(x, "batch seq embed -> batch seq embed | mlp"),
+                p["up"],
+                "batch seq embed, embed mlp -> batch seq mlp",
+            )
+            return sh.sum(activation(h), "batch seq mlp ->")
+
+        return loss
+
+    for good in (torch.nn.functional.silu, torch.tanh, lambda h: swiglu(h, h)):
+        check(program(good), spec, params, batch, rules, dims="batch seq embed")
+    with pytest.raises(ShardingError, match="mixes along the dim|reduces or merges"):
+        check(program(lambda h: h.softmax(-1)), spec, params, batch, rules, dims="batch seq embed")

@@ -111,6 +111,11 @@ def test_mup(tmp_path):
     assert len(picture.findall("{*}polyline")) == 6
 
 
+def test_verify_own_model(tmp_path):
+    lines = output("verify_own_model.py", folder=tmp_path).splitlines()
+    assert len(lines) >= 10 and any("tp=" in line for line in lines)
+
+
 def test_every_example_is_tested_and_says_how_to_run_it():
     here = Path(__file__).read_text() + (Path(__file__).parent / "test_packaging.py").read_text()
     for path in EXAMPLES.glob("*.py"):

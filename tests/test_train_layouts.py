@@ -31,7 +31,13 @@ LAYOUTS = {
     "zero 1, ring": ("--mesh", "dp=2,cp=2", "--zero", "1", "--cp", "ring"),
     "zero 2, ulysses": ("--mesh", "dp=2,cp=2", "--zero", "2", "--cp", "ulysses"),
 }
-SLOW = ("store dp", "dp=4 stored", "sp", "cp=2,tp=2", "zero 2, ulysses")  # covered by the others, or by the tests of transforms
+SLOW = (
+    "store dp",
+    "dp=4 stored",
+    "sp",
+    "cp=2,tp=2",
+    "zero 2, ulysses",
+)  # covered by the others, or by the tests of transforms
 ONE = ("--model-overrides.layers", "1")
 
 
@@ -234,7 +240,7 @@ def activations(arguments: list[str]) -> float:
     from fmegatron.context import Ctx
 
     peaks = []
-    for size in (8, 16):
+    for size in (32, 64):  # so large that the peak is one of activations, not of a layer's gradients in their bucket
         given = [*arguments, "--batch.size", str(size)]
         run, batches = parts(given)
         state = job.initial_state(cli.parse_train(given), run)
@@ -245,7 +251,7 @@ def activations(arguments: list[str]) -> float:
         with Allocations() as seen:
             gradients(state.params, batch, Ctx(sh=run.sh))
         peaks.append(seen.peak)
-    return (peaks[1] - peaks[0]) / 8
+    return (peaks[1] - peaks[0]) / 32
 
 
 def test_activations_are_divided(tmp_path) -> None:
@@ -257,4 +263,4 @@ def test_activations_are_divided(tmp_path) -> None:
     assert whole > 0
     for mesh, share in ((("--mesh", "dp=4"), 0.26), ((*DP_TP, "--sp"), 0.32)):
         found = processes(4).run(activations, [*arguments, *mesh])
-        assert all(0.15 * whole < f <= share * whole for f in found), (mesh, [f / whole for f in found])
+        assert all(0.2 * whole < f <= share * whole for f in found), (mesh, [f / whole for f in found])

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fmegatron.testing.layout import MASKS, Layout
-from fmegatron.testing.strategies import AXES, MICROBATCHES, meshes, remats, stores
+from fmegatron.testing.strategies import AXES, contexts, meshes, remats, stores
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
-TRIES = 80  # candidates among which the one with most new pairs is taken
+TRIES = 80  # candidates among which the one with most new pairs for its cost is taken
+MICROBATCHES = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -36,20 +37,24 @@ class Space:
     axes: Sequence[str]
     kv_heads: Mapping[str, int]
     remats: Sequence[str]
+    contexts: Mapping[tuple[str, str], Sequence[str]]
 
     def draw(self, random: python_random.Random) -> Case:
         model = random.choice(list(self.meshes))
         mesh = random.choice(self.meshes[model])
         sizes = Layout(mesh).axes
+        ways = self.contexts[model, mesh]
         order = list(sizes)
         random.shuffle(order)
         mesh = ",".join(f"{a}={sizes[a]}" for a in order)
-        zero, store = random.choice(stores(mesh))
+        zero, store, state = random.choice(stores(mesh))
         layout = Layout(
             mesh,
             sp="tp" in sizes and random.random() < 0.5,
             zero=zero,
             store=store,
+            state=state,
+            context=random.choice(ways),
             micro=random.choice(MICROBATCHES),
             remat=random.choice(self.remats),
             packed=random.random() < 0.5,
@@ -66,8 +71,10 @@ class Space:
         held = layout.store_axes
         found |= {
             "sp": layout.sp,
-            "zero": layout.zero and ("hybrid" if layout.store else layout.zero),
+            "zero": layout.zero,
+            "hybrid": layout.store and ("state on the rest" if layout.state else "yes"),
             "store cp": "cp" in held,
+            "context": layout.context if "cp" in layout.axes else "",
             "micro": layout.micro,
             "remat": layout.remat,
             "packed": layout.packed,
@@ -77,31 +84,29 @@ class Space:
 
     def pairs(self) -> set[Pair]:
         """Every pair of values that some legal case has."""
-        found: set[Pair] = set()
-        kinds = [(a, b) for a in (False, True) for b in (False, True)]
-        seen = set()
-        for model, legal in self.meshes.items():
-            for mesh in legal:
-                for zero, store in stores(mesh):
-                    for sp, packed in kinds:
-                        if sp and "tp" not in Layout(mesh).axes:
-                            continue
-                        case = Case(model, Layout(mesh, sp=sp, zero=zero, store=store, packed=packed))
-                        whole = self.features(case)
-                        key = tuple(sorted((n, str(v)) for n, v in whole.items()))
-                        if key in seen:
-                            continue
-                        seen.add(key)
-                        found |= pairs_of({n: v for n, v in whole.items() if n not in ("micro", "remat", "mask")})
-                        fixed = whole.items()
-                        free = {"micro": MICROBATCHES, "remat": self.remats, "mask": MASKS}
-                        for name, values in free.items():
-                            for value in values:
-                                found |= {pair(x, (name, value)) for x in fixed if x[0] not in free}
-        free = {"micro": MICROBATCHES, "remat": self.remats, "mask": MASKS}
+        free: dict[str, Sequence[Any]] = {"micro": MICROBATCHES, "remat": self.remats, "mask": MASKS}
+        found, seen = set[Pair](), set[Any]()
         for (a, xs), (b, ys) in itertools.combinations(free.items(), 2):
             found |= {pair((a, x), (b, y)) for x in xs for y in ys}
+        for case in self._structures():
+            fixed = tuple((n, v) for n, v in self.features(case).items() if n not in free)
+            if fixed in seen:
+                continue
+            seen.add(fixed)
+            found |= pairs_of(dict(fixed))
+            found |= {pair(one, (n, v)) for one in fixed for n, values in free.items() for v in values}
         return found
+
+    def _structures(self) -> Iterator[Case]:
+        """All legal cases, but for the options that go with any."""
+        for model, legal in self.meshes.items():
+            for mesh in legal:
+                sps = (False, True) if "tp" in Layout(mesh).axes else (False,)
+                ways = self.contexts[model, mesh]
+                for (zero, store, state), way, sp, packed in itertools.product(stores(mesh), ways, sps, (False, True)):
+                    yield Case(
+                        model, Layout(mesh, sp=sp, zero=zero, store=store, state=state, context=way, packed=packed)
+                    )
 
     def cases(self, examples: int, seed: int) -> Iterator[Case]:
         """Cases with distinct layouts: at least `examples`, and more until every pair of values is there."""
@@ -109,7 +114,7 @@ class Space:
         idle = 0
         while (made < examples or left) and idle < 50:
             some = [self.draw(random) for _ in range(TRIES if left else 1)]
-            case = max(some, key=lambda c: (len(pairs_of(self.features(c)) & left), -c.layout.world))
+            case = max(some, key=lambda c: len(pairs_of(self.features(c)) & left) / cost(c.layout))
             new = pairs_of(self.features(case)) & left
             if str(case.layout) in layouts or (left and not new and made >= examples):
                 idle += 1
@@ -127,6 +132,8 @@ def space(models: Sequence[str], world: int, *, axes: Sequence[str] = AXES) -> S
     from fmegatron.testing.program import program_of
 
     found, kv_heads, by_shape = {}, {}, dict[Any, list[str]]()
+    ways: dict[tuple[str, str], tuple[str, ...]] = {}
+    ways_by_shape: dict[Any, tuple[str, ...]] = {}
     policies: tuple[str, ...] = ("everything",)
     for text in models:
         program = program_of(find_model(text))
@@ -135,8 +142,18 @@ def space(models: Sequence[str], world: int, *, axes: Sequence[str] = AXES) -> S
         if shape not in by_shape:
             by_shape[shape] = meshes(program, world, axes=axes)
         found[text], kv_heads[text] = by_shape[shape], program.sizes.get("kv", world)
+        for mesh in by_shape[shape]:
+            if (shape, mesh) not in ways_by_shape:
+                ways_by_shape[shape, mesh] = contexts(program, mesh)
+            ways[text, mesh] = ways_by_shape[shape, mesh]
     used = [a for a in axes if any(a in Layout(m).axes for legal in found.values() for m in legal)]
-    return Space(found, used, kv_heads, policies)
+    return Space(found, used, kv_heads, policies, ways)
+
+
+def cost(layout: Layout) -> float:
+    """Roughly how long a layout takes, in units of one device."""
+    again = 1.3 if layout.remat != "everything" else 1.0
+    return 2.0 + layout.world * layout.micro * again
 
 
 def tp_kind(tp: int, kv_heads: int) -> str:

@@ -14,7 +14,7 @@ import torch
 from fmegatron.errors import UserError
 from fmegatron.precision import Precision, dtype_of
 from fmegatron.testing.comparing import Difference, differences, unequal
-from fmegatron.testing.engines import run_on
+from fmegatron.testing.engines import check_engine, run_on
 from fmegatron.testing.layout import Layout
 from fmegatron.testing.program import Program, program_of
 from fmegatron.testing.running import CHECKS, Job, inputs_of, run
@@ -74,6 +74,7 @@ def compare(
             raise UserError(f"check {name!r} is not known: use some of {', '.join(ALL_CHECKS)}")
     if (why := program.why_illegal(layout)) is not None:
         raise UserError(f"layout {layout} is not legal for this model: {why}")
+    check_engine(engine, layout, device)
     dtype = dtype_of(dtype)
     inputs = inputs_of(program, layout, Job(seed=seed))
     first = Job(("gradients",), seed=seed, steps=1)

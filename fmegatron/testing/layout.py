@@ -11,9 +11,10 @@ from typing import Any
 
 from fmegatron.errors import UserError
 from fmegatron.mesh import parse_axes
+from fmegatron.rules import CONTEXTS
 
 DATA = ("dp", "fsdp")  # axes that divide the batch
-STORES = (*DATA, "cp")  # axes over which parameters are used alike, so that they can hold them at rest
+STORES = (*DATA, "cp")  # axes over which parameters are used alike, so that they can hold trees at rest
 MASKS = ("full", "uneven", "padded", "row")
 
 
@@ -24,12 +25,13 @@ class Layout:
 
     mesh: axes in rank order, the last one's ranks adjacent: dp, fsdp (batch rows), cp (sequence), tp.
     sp: sequence parallelism: between blocks the sequence lies on tp too.
-    zero: 0, every rank holds all parameters that its model axes leave; 3, they rest cut over `store`.
-    store: axes that hold parameters at rest with zero=3, joined by "+"; "" means all of dp, fsdp and cp. Fewer of them
-        is hybrid sharding: `fsdp=2,dp=2 zero=3 store=fsdp`.
+    zero: which trees rest cut over `store`: 0, none; 1, the optimizer's state; 2, gradients too; 3, parameters too.
+    store: axes that hold these, joined by "+"; "" means all of dp, fsdp and cp. Fewer of them is hybrid sharding:
+        `fsdp=2,dp=2 zero=3 store=fsdp`.
+    state: further axes that hold the optimizer's state alone, such as dp there.
     micro: microbatches.
     remat: what blocks keep for their backward: everything, nothing, or names of computations joined by "+".
-    cp: how attention reaches the keys of other ranks: gather.
+    context: how attention reads a sequence that the axis cp cuts: gather, ring, ulysses or ulysses+ring.
     packed: each row is several documents.
     mask: which tokens count: all (full), unequally many a row (uneven), rows of unequal lengths (padded), or none in
         the first microbatch of the first rank (row).
@@ -40,9 +42,10 @@ class Layout:
     sp: bool = False
     zero: int = 0
     store: str = ""
+    state: str = ""
     micro: int = 1
     remat: str = "everything"
-    cp: str = "gather"
+    context: str = "gather"
     packed: bool = False
     mask: str = "full"
     rows: int | None = None
@@ -51,17 +54,19 @@ class Layout:
     def __post_init__(self) -> None:
         if not self.axes:
             raise UserError('layout: mesh is empty: name at least one axis, such as "dp=1"')
-        if self.zero not in (0, 3):
-            raise UserError(f"layout {self}: zero={self.zero} is not supported: use 0 or 3")
-        if self.cp != "gather":
-            raise UserError(f"layout {self}: cp={self.cp} is not supported: use gather")
+        if self.zero not in (0, 1, 2, 3):
+            raise UserError(f"layout {self}: zero={self.zero} is not known: use 0, 1, 2 or 3")
+        if self.context not in CONTEXTS:
+            raise UserError(f"layout {self}: context={self.context} is not known: use one of {', '.join(CONTEXTS)}")
         if self.mask not in MASKS:
             raise UserError(f"layout {self}: mask={self.mask} is not known: use one of {', '.join(MASKS)}")
-        if self.store and not self.zero:
-            raise UserError(f"layout {self}: store={self.store} needs zero=3")
-        for name in filter(None, self.store.split("+")):
-            if name not in self.axes:
-                raise UserError(f"layout {self}: store={self.store} names an axis that the mesh lacks")
+        for what in ("store", "state"):
+            value = getattr(self, what)
+            if value and not self.zero:
+                raise UserError(f"layout {self}: {what}={value} needs zero=1, 2 or 3")
+            for name in filter(None, value.split("+")):
+                if name not in self.axes:
+                    raise UserError(f"layout {self}: {what}={value} names an axis that the mesh lacks")
         for name, value in (("micro", self.micro), ("rows", self.rows), ("seq", self.seq)):
             if value is not None and value < 1:
                 raise UserError(f"layout {self}: {name}={value} must be 1 or more")
@@ -82,10 +87,15 @@ class Layout:
 
     @property
     def store_axes(self) -> tuple[str, ...]:
-        """The axes that hold parameters at rest beside those that the equations use."""
+        """The axes that hold trees at rest beside those that the equations use."""
         if not self.zero:
             return ()
         return tuple(self.store.split("+")) if self.store else tuple(a for a in self.axes if a in STORES)
+
+    @property
+    def state_axes(self) -> tuple[str, ...]:
+        """Further axes that hold the optimizer's state alone."""
+        return tuple(filter(None, self.state.split("+")))
 
     @property
     def batch(self) -> tuple[int, int]:
@@ -102,11 +112,11 @@ class Layout:
         known = {f.name: f.type for f in dataclasses.fields(cls) if f.name != "mesh"}
         for n, word in enumerate(text.split()):
             name, _, value = word.partition("=")
-            if n == 0 and (name not in known or value[:1].isdigit() and name == "cp"):
+            if n == 0 and name not in known:
                 mesh = word
             elif name not in known or name in found:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+                hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise UserError(
                     f"layout {text!r}: {word!r} is not known or there twice{hint} Words are {', '.join(known)}"
                 )
@@ -134,6 +144,9 @@ class Layout:
                 yield from self._changed(**{f.name: f.default})
         for micro in range(2, self.micro):
             yield from self._changed(micro=micro)
+        if self.context == "ulysses+ring":
+            yield from self._changed(context="ring")
+            yield from self._changed(context="ulysses")
         if self.mask in ("padded", "row"):
             yield from self._changed(mask="uneven")
         plain = sorted(axes, key=[*STORES, "tp", *axes].index)
@@ -143,15 +156,16 @@ class Layout:
     def _changed(self, **changes: Any) -> Iterator[Layout]:
         if "mesh" in changes:
             left = parse_axes(changes["mesh"])
-            kept = [n for n in self.store.split("+") if n in left]
-            store = "+".join(kept) if kept else ""
-            changes |= {"store": store, "zero": self.zero if any(n in left for n in STORES) else 0}
-            if changes["zero"] == 0:
-                changes["store"] = ""
+            for what in ("store", "state"):
+                changes[what] = "+".join(n for n in getattr(self, what).split("+") if n in left)
+            if not any(n in left for n in STORES):
+                changes["zero"] = 0
             if "tp" not in left:
                 changes["sp"] = False
+            if "cp" not in left:
+                changes["context"] = "gather"
         if changes.get("zero") == 0:
-            changes["store"] = ""
+            changes |= {"store": "", "state": ""}
         try:
             yield dataclasses.replace(self, **changes)
         except UserError:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from fmegatron import optim, random
 from fmegatron.accumulate import accumulate
 from fmegatron.context import Ctx
+from fmegatron.errors import UserError
 from fmegatron.mesh import Mesh
 from fmegatron.precision import Precision
 from fmegatron.recording import Collective, record_collectives
@@ -18,6 +19,7 @@ from fmegatron.step import TrainState, train_step
 from fmegatron.testing.layout import Layout
 from fmegatron.testing.program import program_of
 from fmegatron.testing.running import Job, inputs_of
+from fmegatron.zero import with_sharded_state
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,6 @@ def ledger(
     model, options: as for `assert_equivalent`. What runs inside a compiled block, and Muon's exchange of matrices, is
     not counted. Raises UserError for a layout that is not legal.
     """
-    from fmegatron.errors import UserError
-
     program, layout = program_of(model, **options), Layout.parse(layout) if isinstance(layout, str) else layout
     if (why := program.why_illegal(layout)) is not None:
         raise UserError(f"layout {layout} is not legal for this model: {why}")
@@ -95,12 +95,14 @@ def ledger(
         (batch,) = inputs.batches
         batch = {n: sh.shard(x, program.dims_of(n, x)) for n, x in batch.items()}
         optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
+        optimizer = with_sharded_state(optimizer, inputs.spec, sh)
         state = TrainState(0, params, optimizer.init(params), random.key(0))
         with record_collectives() as found:
             if part == "step":
-                train_step(loss, optimizer, weights=weights, sh=sh, microbatches=layout.micro)(state, batch)
+                step = train_step(loss, optimizer, weights=weights, sh=sh, microbatches=layout.micro, spec=inputs.spec)
+                step(state, batch)
             else:
-                gradients = accumulate(loss, layout.micro, weights=weights)
+                gradients = accumulate(loss, layout.micro, weights=weights, spec=inputs.spec)
                 gradients(params, batch, Ctx(sh=sh, key=random.fold_in(random.key(0), 0)))
         assert sh.mesh is not None
         return Ledger(layout, tuple(summed_up(found, sh.mesh)))
@@ -123,7 +125,7 @@ def _named(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
     left, found = set(axes), []
     for name, parts in mesh.names.items():
         live = set(mesh.live(parts))
-        if live and live <= left and not name.startswith("tp_"):
+        if live and live <= left and not name.startswith(("tp_", "cp_")):
             found.append(name)
             left -= live
     return (*found, *(a for a in axes if a in left))

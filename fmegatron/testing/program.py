@@ -17,6 +17,7 @@ from fmegatron.checking import infer_over
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.mesh import Mesh, make_mesh
+from fmegatron.parallel.context import factoring
 from fmegatron.parallel.legality import check_layout
 from fmegatron.precision import Precision
 from fmegatron.remat import names, nothing
@@ -97,17 +98,36 @@ class Program:
             terms = {"": terms} if not isinstance(terms, Mapping) else terms
             return functools.reduce(torch.add, [sh.sum(t.items, f"{t.dims} ->") for t in terms.values()])
 
-        return infer_over(program, found, params, self.batch_of(Layout()), self.rules(mesh, Layout(sp=True)))
+        batch = self.batch_of(Layout())
+        dims = {n: self.dims_of(n, x) for n, x in batch.items()}
+        return infer_over(program, found, params, batch, self.rules(mesh, Layout(sp=True)), dims=dims)
 
     # ------------------------------------------------------------------------------------------------ mesh and rules
 
     def mesh(self, layout: Layout, *, device: str = "cpu", abstract: bool = False) -> Mesh:
         """The layout's mesh over the ranks of this program, or of any number if it is abstract."""
-        return make_mesh(layout.mesh, kv_heads=self.sizes.get("kv"), device=device, abstract=abstract)
+        kv_heads = self.sizes.get("kv")
+        also: tuple[str, ...] = ()
+        if kv_heads is not None:
+            also = factoring(
+                layout.mesh, layout.context, heads=self.heads(layout), kv_heads=kv_heads, argument="layout"
+            )
+        return make_mesh(layout.mesh, also=also, kv_heads=kv_heads, device=device, abstract=abstract)
+
+    def heads(self, layout: Layout) -> int:
+        """Query heads; of a model without attention as many as any layout needs."""
+        return self.sizes["kv"] * self.sizes.get("group", 1) if "kv" in self.sizes else layout.size("tp", "cp")
 
     def rules(self, mesh: Mesh, layout: Layout) -> Rules:
         """The standard rules for the dims that the model has, with its own rows."""
-        standard = standard_rules(mesh, sequence_parallel=layout.sp, store=layout.store_axes)
+        standard = standard_rules(
+            mesh,
+            sequence_parallel=layout.sp,
+            store=layout.store_axes,
+            zero=layout.zero,
+            store_optimizer=layout.state_axes,
+            context=layout.context,
+        )
         known = {*self.sizes, *map(base, standard.activations)}
         rows = {n: row for n, row in standard.compute.items() if base(n) in known}
         for name, row in (self.rows or {}).items():
@@ -130,15 +150,17 @@ class Program:
             sh = self.sharding(layout, Precision(), abstract=True)
             rows, seq = layout.batch
             assert sh.mesh is not None
-            heads = self.sizes.get("kv", 1) * self.sizes.get("group", 1) if "kv" in self.sizes else layout.size("tp")
             check_layout(
                 sh.mesh,
-                heads=heads,
+                heads=self.heads(layout),
                 batch_size=rows,
                 seq_len=seq,
                 microbatches=layout.micro,
                 sequence_parallel=layout.sp,
                 store=layout.store_axes,
+                zero=layout.zero,
+                context=layout.context,
+                kv_heads=self.sizes.get("kv"),
             )
             sh.check_spec(self.functions[0]())
         except UserError as error:

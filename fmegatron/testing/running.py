@@ -24,6 +24,7 @@ from fmegatron.spec import init
 from fmegatron.step import TrainState, train_step
 from fmegatron.testing.layout import Layout
 from fmegatron.testing.program import Program
+from fmegatron.zero import with_sharded_state
 
 STEPS = 3
 CHECKS = ("init", "gradients", "adamw", "sgd")
@@ -95,8 +96,11 @@ def run(
 
     def step_with(*pieces: Optimizer, donate: bool = False) -> Any:
         made = optim.chain(*pieces)
-        micro = 1 if reference else layout.micro
-        return made, train_step(loss, made, weights=weights, sh=sh, microbatches=micro, donate=donate)
+        if reference:
+            return made, train_step(loss, made, weights=weights, sh=sh, donate=donate)
+        made = with_sharded_state(made, spec, sh)
+        options: dict[str, Any] = {"microbatches": layout.micro, "spec": spec, "donate": donate}
+        return made, train_step(loss, made, weights=weights, sh=sh, **options)
 
     def steps(step: Any, state: TrainState, start: int) -> TrainState:
         for batch in batches[start:]:

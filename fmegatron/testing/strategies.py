@@ -5,7 +5,6 @@ All of them shrink towards what asks for least: few ranks, plain options, the sm
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fmegatron.models import DecoderConfig
+from fmegatron.rules import CONTEXTS
 from fmegatron.testing.batches import make_batch
 from fmegatron.testing.layout import MASKS, STORES, Layout
 from fmegatron.testing.models import LEGAL_VOCAB, ODD_VOCAB, SHAPES, small_config
@@ -37,13 +37,27 @@ def meshes(model: Any, world_size: int, *, axes: Sequence[str] = AXES) -> list[s
     return [text for *_, text in sorted(found)]
 
 
-def stores(mesh: str) -> list[tuple[int, str]]:
-    """(zero, store) that a mesh allows, the plainest first: nothing, all axes that can hold parameters, some of them."""
+def stores(mesh: str) -> list[tuple[int, str, str]]:
+    """(zero, store, state) that a mesh allows, the plainest first: nothing, each stage over all axes that can hold
+    trees at rest, over some of them, and with the optimizer's state on the others too."""
     usable = [a for a in Layout(mesh).axes if a in STORES]
     if Layout(mesh).size(*usable) == 1:
-        return [(0, "")]
+        return [(0, "", "")]
     some = [c for n in range(1, len(usable)) for c in itertools.combinations(usable, n)]
-    return [(0, ""), (3, ""), *((3, "+".join(c)) for c in some)]
+    found = [(0, "", ""), *((zero, "", "") for zero in (3, 2, 1))]
+    for held in some:
+        rest = "+".join(a for a in usable if a not in held)
+        found += [(zero, "+".join(held), "") for zero in (3, 2, 1)]
+        found.append((3, "+".join(held), rest))
+    return found
+
+
+def contexts(model: Any, mesh: str) -> tuple[str, ...]:
+    """How attention may read the sequence on a mesh: one way where nothing cuts it or there are no heads."""
+    program = program_of(model)
+    if Layout(mesh).size("cp") == 1 or "kv" not in program.sizes:
+        return CONTEXTS[:1]
+    return tuple(c for c in CONTEXTS if program.why_illegal(Layout(mesh, context=c)) is None)
 
 
 def remats(model: Any) -> tuple[str, ...]:
@@ -51,37 +65,43 @@ def remats(model: Any) -> tuple[str, ...]:
     return REMAT if program_of(model).has_remat else REMAT[:1]
 
 
-@st.composite
 def layouts(
-    draw: st.DrawFn, model: Any, world_size: int = 8, *, axes: Sequence[str] = AXES, masks: Sequence[str] = MASKS
-) -> Layout:
-    """A legal layout of at most `world_size` ranks for a model (or a `Program`).
+    model: Any, world_size: int = 8, *, axes: Sequence[str] = AXES, masks: Sequence[str] = MASKS
+) -> st.SearchStrategy[Layout]:
+    """Legal layouts of at most `world_size` ranks for a model (or a `Program`).
 
     axes: the mesh axes to draw from; leave out those that the model cannot use, such as cp for attention of its own
         that does not gather keys. masks: of the batch.
     """
     program = program_of(model)
+    found: dict[str, tuple[str, ...]] = {}  # what is asked of each mesh, once
+
+    def ways(mesh: str) -> tuple[str, ...]:
+        if mesh not in found:
+            found[mesh] = contexts(program, mesh)
+        return found[mesh]
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> Layout:
+        mesh = draw(st.sampled_from(known))
+        sizes = Layout(mesh).axes
+        order = draw(st.permutations(list(sizes))) if len(sizes) > 1 else list(sizes)
+        zero, store, state = draw(st.sampled_from(stores(mesh)))
+        return Layout(
+            ",".join(f"{a}={sizes[a]}" for a in order),
+            sp="tp" in sizes and draw(st.booleans()),
+            zero=zero,
+            store=store,
+            state=state,
+            micro=draw(st.sampled_from(MICROBATCHES)),
+            remat=draw(st.sampled_from(remats(program))),
+            context=draw(st.sampled_from(ways(mesh))),
+            packed=draw(st.booleans()),
+            mask=draw(st.sampled_from(list(masks))),
+        )
+
     known = meshes(program, world_size, axes=axes)
-    mesh = draw(st.sampled_from(known))
-    sizes = Layout(mesh).axes
-    order = draw(st.permutations(sorted(sizes, key=list(axes).index))) if len(sizes) > 1 else list(sizes)
-    mesh = ",".join(f"{a}={sizes[a]}" for a in order)
-    sp = "tp" in sizes and draw(st.booleans())
-    zero, store = draw(st.sampled_from(stores(mesh)))
-    layout = Layout(
-        mesh,
-        sp=sp,
-        zero=zero,
-        store=store,
-        micro=draw(st.sampled_from(MICROBATCHES)),
-        remat=draw(st.sampled_from(remats(program))),
-        packed=draw(st.booleans()),
-        mask=draw(st.sampled_from(list(masks))),
-    )
-    why = program.why_illegal(layout)
-    if why is not None:  # sp may need a sequence that another rule refuses
-        layout = dataclasses.replace(layout, sp=False)
-    return layout
+    return drawn().filter(lambda layout: program.why_illegal(layout) is None)
 
 
 @st.composite
@@ -115,4 +135,4 @@ def batches(draw: st.DrawFn, vocab: int, *, rows: int = 4, seq: int = 8) -> dict
     )
 
 
-__all__ = ["batches", "configs", "layouts", "meshes", "remats", "stores"]
+__all__ = ["batches", "configs", "contexts", "layouts", "meshes", "remats", "stores"]
