@@ -76,7 +76,7 @@ class Pool:
                 rank = waiting[pipe]
                 try:
                     found[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, OSError):
                     found[rank] = (False, "the process ended without an answer")
                 if not found[rank][0]:
                     until = min(until, time.monotonic() + GRACE)
