@@ -325,6 +325,7 @@ def test_every_setting_is_a_flag(tmp_path) -> None:
         "optim.momentum": "0.5",
         "optim.ema": "0.5",
         "remat": "nothing",
+        "cp": "ring",
         "model_overrides.pattern": "window",
         "model_overrides.qk_norm": "head",
         "model_overrides.activation": "relu2",
