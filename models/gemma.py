@@ -182,6 +182,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "final_logit_softcapping": config.logit_softcap,
         **windows_to_hf(config),
     }
+    if config.window is None:  # transformers makes the windowed mask's function even where no layer has a window
+        fields["sliding_window"] = DEFAULTS["sliding_window"]
     if config.family == "gemma3_text":
         full = {**scaling_to_hf(config.rope_scaling), "rope_theta": config.rope_base}
         local = {"rope_type": "default", "rope_theta": config.window_rope_base}

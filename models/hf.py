@@ -50,6 +50,7 @@ FAMILIES = {
 
 # Constant tables that old versions of transformers saved beside the parameters.
 NOT_PARAMETERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+HEAD = "lm_head.weight"  # the output matrix; a tied model's files may hold it as well
 # A new row of the vocabulary is the mean of the old ones plus this share of their standard deviation.
 NEW_ROW_NOISE = 0.01
 ROWS = 4096  # rows of the vocabulary read at once for their mean
@@ -111,6 +112,8 @@ def load_hf(
     layout = _as_in_file(family_of(model).hf_map(model.config, spec), found)
     saved_vocab = read_config(folder)["vocab_size"]
     _check(folder, found, params, layout, model.config.tied, saved_vocab)
+    if model.config.tied:
+        _check_tied(folder, found, layout["embed"].name)
     leaves: dict[str, torch.Tensor] = {}
     for file in sorted({found[layout[path].name].file for path in params}):
         with files.opened(file) as f:
@@ -203,7 +206,7 @@ def _check(
 ) -> None:
     as_saved = {path: _with_vocab(param, saved_vocab) for path, param in params.items()}
     expected = {layout[path].name: layout[path].shape(param) for path, param in as_saved.items()}
-    ignored = [n for n in found if n.endswith(NOT_PARAMETERS) or tied and n == "lm_head.weight"]
+    ignored = [n for n in found if n.endswith(NOT_PARAMETERS) or tied and n == HEAD]
     both = [n for n in expected if n in found]
     problems = {
         "missing": [n for n in expected if n not in found],
@@ -217,6 +220,25 @@ def _check(
     }
     if any(problems.values()):
         raise UserError(f"the tensors in {folder} do not fit its config.json: {_listed(problems)}")
+
+
+def _check_tied(folder: Path, found: Mapping[str, files.Found], table: str) -> None:
+    """An output matrix beside a tied embedding must equal it: transformers takes it where it does not."""
+    if HEAD not in found:
+        return
+    same = found[HEAD].shape == found[table].shape
+    if same:
+        rows, width = found[table].shape
+        with files.opened(found[HEAD].file) as f, files.opened(found[table].file) as g:
+            for start in range(0, rows, ROWS):
+                runs = [[(start, min(start + ROWS, rows))], [(0, width)]]
+                head, embed = (files.part_of(x, n, runs, torch.float64) for x, n in ((f, HEAD), (g, table)))
+                same = same and torch.equal(head, embed)
+    if not same:
+        raise UserError(
+            f"the tensors in {folder} do not fit its config.json: it ties the output matrix to the embedding, but "
+            f"{HEAD} is not {table}: set tie_word_embeddings to false there, or load with tied=False, to use it"
+        )
 
 
 def _with_vocab(param: Param, vocab: int) -> Param:

@@ -125,14 +125,19 @@ def activation_to_hf(config: DecoderConfig) -> str:
 # ------------------------------------------------------------------------------------------------------------ rotary
 
 
-def rope_from_hf(hf: Mapping[str, Any], *, base: float = 10000.0) -> dict[str, Any]:
+def rope_from_hf(hf: Mapping[str, Any], *, base: float = 10000.0, partial: bool = False) -> dict[str, Any]:
     """{rope_base, rope_scaling, and rope_dim if it is partial} of a config.json.
 
     transformers 5 writes `rope_parameters`, earlier versions `rope_theta` and `rope_scaling`; both are read. base: the
-    family's default. Raises UserError for a form or a key that is not known.
+    family's default. partial: does the family turn a part of each head only, where partial_rotary_factor says so?
+    Raises UserError for a form or a key that is not known.
     """
     rope = dict(hf.get("rope_parameters") or {}) | dict(hf.get("rope_scaling") or {})
     fraction = rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
+    if fraction != 1 and not partial:  # transformers ignores it there, or fails
+        raise UserError(
+            f"config.json: partial_rotary_factor={fraction!r} is not supported for {hf.get('model_type')}: only 1.0 is"
+        )
     found: dict[str, Any] = {
         "rope_base": float(rope.pop("rope_theta", None) or hf.get("rope_theta") or base),
         "rope_scaling": scaling_from_hf(rope, hf),
@@ -158,7 +163,7 @@ def scaling_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> Any:
         if not (kind == "default" and set(unknown) <= {"original_max_position_embeddings", "factor"}):
             raise UserError(f"config.json: {unknown[0]!r} is not known for {family}'s rope type {kind!r}")
     rope = _some(rope)
-    longest: Any = hf.get("max_position_embeddings")
+    longest: Any = hf.get("max_position_embeddings", 2048)
     original = rope.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings") or longest
     if kind == "default":
         return None

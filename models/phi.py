@@ -57,7 +57,7 @@ def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> De
     hf = {"max_position_embeddings": 4096, **hf}  # what transformers takes where it is left out
     return DecoderConfig(
         **sizes_from_hf(hf, eps=1e-5),
-        **rope_from_hf(hf),
+        **rope_from_hf(hf, partial=True),
         activation=gated_activation(hf, "hidden_act"),
         window=hf.get("sliding_window"),
     )

@@ -278,9 +278,25 @@ def test_tensors_that_do_not_fit_are_named_before_anything_is_made(folder, monke
 
 def test_what_is_no_parameter_is_ignored(tmp_path):
     theirs(tmp_path, tie_word_embeddings=True)
-    extra = {"lm_head.weight": torch.zeros(1), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    edit(tmp_path, lambda held: held.update(extra))
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    edit(tmp_path, lambda held: held.update(extra, **{"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
     load_hf(tmp_path)
+
+
+def test_an_output_matrix_that_a_config_ties_must_equal_the_embedding(tmp_path):
+    """transformers takes the one in the file, so that ignoring it would compute something else."""
+    theirs(tmp_path, tie_word_embeddings=False)
+    configure(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(UserError, match="ties the output matrix"):
+        load_hf(tmp_path)
+    load_hf(tmp_path, tied=False)
+
+
+def test_partial_rotary_is_refused_where_transformers_has_it_not(tmp_path):
+    theirs(tmp_path)
+    configure(tmp_path, partial_rotary_factor=0.5)
+    with pytest.raises(UserError, match="partial_rotary_factor=0.5 is not supported for llama"):
+        load_hf(tmp_path)
 
 
 @pytest.mark.parametrize(
