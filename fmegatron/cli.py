@@ -152,6 +152,7 @@ def parse(cls: type[C], command: str, arguments: Sequence[str], *, default: C | 
     options: dict[str, Any] = {} if default is None else {"default": default}
     return tyro.cli(
         cls,
+        description=COMMANDS[command].__doc__ if command == "describe" else None,  # it shares the settings of train
         prog=f"fmegatron {command}",
         args=list(arguments),
         console_outputs=os.environ.get("RANK", "0") == "0",

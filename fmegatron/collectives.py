@@ -57,8 +57,8 @@ COST = {
 }
 
 # torch 2.13 renamed two of its functional collectives.
-_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+gather_single = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+scatter_single = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 # Which axes enter or leave which dim: ((dim, axes with the major one first), ...)
 Held = tuple[tuple[int, tuple[str, ...]], ...]
@@ -184,11 +184,11 @@ def begin(collective: str, x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -
     note_collective(collective, axes, mesh.size(axes), x)
     group = mesh.group(axes)
     if collective == "all-gather":
-        return _all_gather(x, 0, group)
+        return gather_single(x, 0, group)
     if collective == "all-reduce":
         return functional.all_reduce(x, "sum", group)
     if collective == "reduce-scatter":
-        return _reduce_scatter(x, "sum", 0, group)
+        return scatter_single(x, "sum", 0, group)
     return functional.all_to_all_single(x, None, None, group)
 
 

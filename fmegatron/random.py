@@ -247,7 +247,7 @@ def linear_index(shape: Sequence[int], index: Index = None, device: Any = None) 
     if index is None or all(at is None for at in index):
         return (torch.arange(math.prod(shape), device=device) & ALL_BITS).view(tuple(shape))
     total: Any = 0
-    for dim, (size, stride, at) in enumerate(zip(shape, _strides(shape), _index(shape, index), strict=True)):
+    for dim, (size, stride, at) in enumerate(zip(shape, strides_of(shape), _index(shape, index), strict=True)):
         at = torch.arange(size, device=device) if at is None else at.to(device)
         total = total + (at & ALL_BITS).view((1,) * dim + (-1,) + (1,) * (len(shape) - dim - 1)) * stride
     return total
@@ -339,7 +339,7 @@ def _draw(
     held = [None if h is None else h.to(out.device) for h in index]
     for start in range(0, flat.numel(), chunk):
         stop = min(start + chunk, flat.numel())
-        flat[start:stop] = at(_linear_range(start, stop, sizes, _strides(shape), held, out.device))
+        flat[start:stop] = at(linear_range(start, stop, sizes, strides_of(shape), held, out.device))
     return out
 
 
@@ -352,7 +352,7 @@ def _plain(device: Any, *tensors: Any) -> bool:
     return all(type(t) is Tensor for t in tensors if isinstance(t, Tensor))
 
 
-def _linear_range(
+def linear_range(
     start: int, stop: int, sizes: Sequence[int], strides: Sequence[int], index: Sequence[Tensor | None], device: Any
 ) -> Tensor:
     """`linear_index` of the local elements start..stop, in row-major order of the local sizes."""
@@ -367,7 +367,7 @@ def _linear_range(
     return total
 
 
-def _strides(shape: Sequence[int]) -> list[int]:
+def strides_of(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 

@@ -279,11 +279,11 @@ def collectives_of(layers, layout, monkeypatch, piece=1 << 24):
     from fmegatron.optim import exchange
 
     calls, worked = Counter(), []
-    to_all, gather = functional.all_to_all_single, exchange._all_gather
+    to_all, gather = functional.all_to_all_single, exchange.gather_single
     module = sys.modules["fmegatron.optim.muon"]  # the package has the function under this name
     monkeypatch.setattr(apply, "PIECE", piece)
     monkeypatch.setattr(functional, "all_to_all_single", lambda *a: calls.update(["all-to-all"]) or to_all(*a))
-    monkeypatch.setattr(exchange, "_all_gather", lambda *a: calls.update(["all-gather"]) or gather(*a))
+    monkeypatch.setattr(exchange, "gather_single", lambda *a: calls.update(["all-gather"]) or gather(*a))
     monkeypatch.setattr(module, "newton_schulz", lambda x, **k: worked.append(len(x)) or newton_schulz(x, **k))
     spec = {"layers": {i: {"gate": Param((8, 16), "embed mlp")} for i in range(layers)}}
     by = {"layers": {i: {"gate": layout} for i in range(layers)}}

@@ -87,7 +87,7 @@ def test_statistics_of_fp16_are_not_in_fp16():
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
 def test_parameters_are_gathered_in_the_compute_dtype_and_gradients_reduced_in_the_reduce_dtype(reduce, monkeypatch):
     seen = []
-    for name in ("_all_gather", "_reduce_scatter"):
+    for name in ("gather_single", "scatter_single"):
         real = getattr(collectives, name)
 
         def spy(x, *args, _real=real, _name=name):
@@ -103,8 +103,8 @@ def test_parameters_are_gathered_in_the_compute_dtype_and_gradients_reduced_in_t
         params = sh.shard_params(whole, MODEL.spec())
         batch = {n: sh.shard(x, "batch seq") for n, x in BATCH.items()}
         _, grads = gradients(precision, sh, params, batch)
-    assert {d for n, d in seen if n == "_all_gather"} == {torch.bfloat16}
-    assert {d for n, d in seen if n == "_reduce_scatter"} == {reduce}
+    assert {d for n, d in seen if n == "gather_single"} == {torch.bfloat16}
+    assert {d for n, d in seen if n == "scatter_single"} == {reduce}
     assert {g.dtype for g in tree.leaves(grads)} <= {torch.float32, reduce}
     assert {p.dtype for p in tree.leaves(params)} == {torch.float32}
 

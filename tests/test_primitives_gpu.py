@@ -25,12 +25,17 @@ def near(got, want, dtype, slack=1):
         assert (a.double() - b).norm() < slack * TOLERANCE[dtype] * b.norm()
 
 
+def with_masks(*shapes):
+    """Each shape (queries, keys, head) with every mask; behind a cache of keys, with those that need no more."""
+    every, few = ("causal", "full", "segments", "cu_seqlens", "positions"), ("causal", "full")
+    return pytest.mark.parametrize(
+        "queries, keys, head, mask", [(q, k, h, m) for q, k, h in shapes for m in (every if q == k else few)]
+    )
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("queries, keys, head", [(65, 65, 64), (65, 65, 20), (640, 640, 64), (3, 40, 64), (1, 40, 128)])
-@pytest.mark.parametrize("mask", ["causal", "full", "segments", "cu_seqlens", "positions"])
+@with_masks((65, 65, 64), (65, 65, 20), (640, 640, 64), (3, 40, 64), (1, 40, 128))
 def test_attention(dtype, queries, keys, head, mask):
-    if queries != keys and mask not in ("causal", "full"):
-        pytest.skip("needs as many keys as queries here")
     torch.manual_seed(0)
     args = on_gpu(inputs(queries=queries, keys=keys, head=head), dtype)
     exact = [a.detach().double().requires_grad_() for a in args]
@@ -56,8 +61,7 @@ def test_attention(dtype, queries, keys, head, mask):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("queries, keys, head", [(65, 65, 20), (640, 640, 64), (3, 200, 64), (1, 200, 128)])
-@pytest.mark.parametrize("mask", ["causal", "full", "segments", "cu_seqlens", "positions"])
+@with_masks((65, 65, 20), (640, 640, 64), (3, 200, 64), (1, 200, 128))
 @pytest.mark.parametrize(
     "window, softcap, sinks",
     [
@@ -71,8 +75,6 @@ def test_attention(dtype, queries, keys, head, mask):
     ],
 )
 def test_forms_of_attention(dtype, queries, keys, head, mask, window, softcap, sinks):
-    if queries != keys and mask not in ("causal", "full"):
-        pytest.skip("needs as many keys as queries here")
     torch.manual_seed(0)
     args = on_gpu(forms_inputs(sinks, queries=queries, keys=keys, head=head), dtype)
     exact = [a.detach().double().requires_grad_() for a in args]

@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fmegatron.collectives import _all_gather
+from fmegatron.collectives import gather_single
 from fmegatron.errors import UserError
 from fmegatron.optim.leaves import cuts_of
 from fmegatron.simulation import lift, simulating
@@ -58,7 +58,7 @@ class Exchange:
             size = self.mesh.size(d)
             x = _all_to_all(x.unflatten(dim, (size, -1)).movedim(dim, 0), self.mesh, d).flatten(0, 1)
         for d in reversed(self._shares(n)[0]):
-            x = functional.wait_tensor(_all_gather(x.contiguous(), 0, (self.mesh, d)))
+            x = functional.wait_tensor(gather_single(x.contiguous(), 0, (self.mesh, d)))
         return x[:n] if x.shape[0] != n else x
 
     def _shares(self, n: int) -> tuple[list[int], int]:

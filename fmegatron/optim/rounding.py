@@ -15,7 +15,7 @@ from fmegatron.errors import UserError
 from fmegatron.function import apply_function, under_torch_func
 from fmegatron.optim.core import Optimizer
 from fmegatron.optim.leaves import positions_of
-from fmegatron.random import DRAW, MASK, Key, _linear_range, _strides, bits, fold_in, philox
+from fmegatron.random import DRAW, MASK, Key, bits, fold_in, linear_range, philox, strides_of
 from fmegatron.simulation import is_local
 
 LOW = 16  # bits that float32 has more than bfloat16
@@ -54,7 +54,7 @@ class Rounding:
         for at in range(0, target.numel(), chunk):
             part, values = target[at : at + chunk], value[at : at + chunk]
             stop = start + at + part.numel()
-            linear = _linear_range(start + at, stop, sizes, strides, held, part.device)
+            linear = linear_range(start + at, stop, sizes, strides, held, part.device)
             part.copy_(kernel(values, linear, key.words))
 
     def rounded(self, value: Tensor, leaf: Tensor, name: str) -> Tensor:
@@ -73,7 +73,7 @@ def _merged(shape: Sequence[int], index: Sequence[Tensor | None]) -> tuple[list[
     sizes: list[int] = []
     strides: list[int] = []
     held: list[Tensor | None] = []
-    for n, stride, at in zip(shape, _strides(shape), index, strict=True):
+    for n, stride, at in zip(shape, strides_of(shape), index, strict=True):
         if held and at is None and held[-1] is None:
             sizes[-1], strides[-1] = sizes[-1] * n, stride
         else:
