@@ -114,6 +114,18 @@ def test_bfloat16_equal_to_torch(our, their):
         assert (a.float() - b).norm() <= 0.02 * b.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lion_with_all_in_half_precision_rounds_once(dtype):
+    """A step equals one in float32, rounded: parameters and moments."""
+    optimizer, (params, grads, m) = lion(0.02, weight_decay=0.3), (made(i, dtype) for i in range(3))
+    state = {"count": 0, "m": m}
+    wide = [tree.tree_map(lambda x: x.float(), t) for t in (params, grads, m)]
+    got, _, state = optimizer.update(params, grads, state)
+    want, _, exact = optimizer.update(wide[0], wide[1], {"count": 0, "m": wide[2]})
+    for found, one in ((got, want), (state["m"], exact["m"])):
+        same(found, tree.tree_map(lambda x: x.to(dtype), one))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("donate", [False, True])
 def test_lion_equals_the_paper(dtype, donate):

@@ -114,6 +114,7 @@ def apply(
     written: tuple[str, ...],
     *,
     temporaries: bool = False,
+    half: tuple[str, ...] = ("cpu", "cuda"),
     rounding: Rounding | None = None,
 ) -> dict[str, Any]:
     """Run an update over the leaves that have a gradient: {name: new tree} of the trees in `written`.
@@ -121,7 +122,8 @@ def apply(
     settings: what each leaf has of its own; leaves with one setting go together.
     plain(setting, *leaves of one parameter) returns its new leaves, in the order of `written`.
     kernel(setting, *lists of leaves) overwrites them; temporaries: it makes some of the size of what it gets, so it
-        gets a bounded piece at a time.
+        gets a bounded piece at a time. half: devices on which it is right for leaves that are all in half precision,
+        that is, computes in float32 and rounds once; elsewhere it gets them in float32.
     """
     with leaves.no_grad():
         work = opened(trees, written, donate, rounding)
@@ -137,11 +139,13 @@ def apply(
             return settings[i], *((x.device, x.dtype, x.is_contiguous()) for x in (work.local[n][i] for n in names))
 
         for (setting, *_), members in grouped(work.rows, kind).items():
-            _run(work, setting, members, plain, kernel, temporaries)
+            _run(work, setting, members, plain, kernel, temporaries, half)
         return work.trees(trees)
 
 
-def _run(work: Work, setting: Any, members: list[int], plain: Any, kernel: Any, temporaries: bool) -> None:
+def _run(
+    work: Work, setting: Any, members: list[int], plain: Any, kernel: Any, temporaries: bool, half: tuple[str, ...]
+) -> None:
     """Overwrite one group, whose rows are alike in devices, dtypes and contiguity."""
     names = list(work.columns)
     lists = [[work.local[n][i] for i in members] for n in names]
@@ -152,11 +156,13 @@ def _run(work: Work, setting: Any, members: list[int], plain: Any, kernel: Any, 
                 work.store(n, i, value)
         return
     rounded = {n for n in work.written if work.rounding and work.rounding.applies(work.local[n][members[0]])}
-    if len({x.dtype for x in first}) == 1 and all(x.is_contiguous() for x in first) and not rounded:
+    alike = len({x.dtype for x in first}) == 1 and all(x.is_contiguous() for x in first)
+    taken = first[0].dtype.itemsize >= torch.float32.itemsize or first[0].device.type in half
+    if alike and taken and not rounded:
         for piece, _ in pieces(lists, members) if temporaries else [(lists, [])]:
             kernel(setting, *piece)
         return
-    # the kernels take one dtype, and read strided tensors wrongly on CPU: convert a bounded piece at a time
+    # the kernels take one dtype, not all of them a narrow one, and read strided tensors wrongly on CPU: convert a bounded piece at a time
     dtype = leaves.wide(*first)
     for piece, spans in pieces(lists, members):
         ready = [_converted(column, dtype) for column in piece]

@@ -59,9 +59,8 @@ def lion(
             torch._foreach_lerp_(m, g, 1 - beta2)
 
         settings = settings_of(params, lr_scale, weight_decay, mask)
-        new = apply(
-            trees, settings, plain, kernel, donate, written=("params", "m"), temporaries=True, rounding=rounding
-        )
+        options = {"written": ("params", "m"), "temporaries": True, "half": (), "rounding": rounding}
+        new = apply(trees, settings, plain, kernel, donate, **options)  # (each operation of the kernel would round)
         return new["params"], grads, {**state, "count": state["count"] + 1, "m": new["m"]}
 
     return Optimizer(init, update, "lion", lr, rounds=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,9 +56,6 @@ def sgd(
             return _plain(p, g, *buffer, lr=rate * own.scale, momentum=momentum, nesterov=nesterov, decay=own.decay)
 
         def fused(own: Setting, p: list[Tensor], g: list[Tensor], *buffer: list[Tensor]) -> None:
-            if p[0].device.type == "cpu" and p[0].dtype.itemsize < torch.float32.itemsize:
-                _in_float32(fused, own, p, g, *buffer)
-                return
             torch._fused_sgd_(
                 p,
                 g,
@@ -75,21 +71,11 @@ def sgd(
 
         settings = settings_of(params, lr_scale, weight_decay, mask)
         written = ("params", "momentum")
-        new = apply(trees, settings, plain, fused, donate, written=written, temporaries=True, rounding=rounding)
+        # torch's kernel for half precision on CPU reads memory that it has not written (torch 2.13)
+        new = apply(trees, settings, plain, fused, donate, written=written, half=("cuda",), rounding=rounding)
         return new.pop("params"), grads, {**state, "count": state["count"] + 1, **new}
 
     return Optimizer(init, update, "sgd", lr, rounds=True)
-
-
-def _in_float32(
-    kernel: Callable[..., None], own: Setting, p: list[Tensor], g: list[Tensor], *buffer: list[Tensor]
-) -> None:
-    """A kernel on copies. torch's own for half precision on CPU (torch 2.13) reads memory that it has not written."""
-    lists = [p, g, *buffer]
-    wide = [[x.float() for x in column] for column in lists]
-    kernel(own, *wide)
-    for old, new in zip((p, *buffer), (wide[0], *wide[2:]), strict=True):
-        torch._foreach_copy_(old, new)
 
 
 def _plain(
