@@ -14,6 +14,9 @@ derivatives are right.
     P -> R         all-reduce       all-reduce
     P -> S         reduce-scatter   all-gather
     S -> S'        all-to-all       all-to-all
+
+Two more steps are no arrows and change no type: "fill" makes a part of a parameter at rest as large as every rank's
+where its size does not divide, and "cut" is the way back (see fmegatron.uneven).
 """
 
 from __future__ import annotations
@@ -27,11 +30,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import DTensor
 
+from fmegatron import uneven
 from fmegatron.errors import ShardingError, UserError
 from fmegatron.function import apply_function
 from fmegatron.mesh import Mesh
 from fmegatron.recording import note_collective
-from fmegatron.simulation import from_ranks, lift
+from fmegatron.simulation import from_ranks, lift, on_each_rank
 from fmegatron.zigzag import from_zigzag, to_zigzag, zigzag_positions
 
 DUAL = {
@@ -43,6 +47,8 @@ DUAL = {
     "P>I": "I>R",
     "P>R": "P>R",
     "S>S": "S>S",
+    "fill": "cut",
+    "cut": "fill",
 }
 
 COST = {
@@ -54,6 +60,8 @@ COST = {
     "P>R": "all-reduce",
     "P>S": "reduce-scatter",
     "S>S": "all-to-all",
+    "fill": "nothing",
+    "cut": "nothing",
 }
 
 # torch 2.13 renamed two of its functional collectives.
@@ -64,6 +72,8 @@ scatter_single = getattr(functional, "reduce_scatter_single", None) or functiona
 Held = tuple[tuple[int, tuple[str, ...]], ...]
 # Which dims are in the zigzag order of how many ranks while some axis cuts them: ((dim, ranks), ...)
 Orders = tuple[tuple[int, int], ...]
+# Which dims have parts of unequal size, and their global sizes: ((dim, size), ...)
+Uneven = tuple[tuple[int, int], ...]
 
 
 class Step(NamedTuple):
@@ -74,11 +84,12 @@ class Step(NamedTuple):
     leaves: Held  # dims that stop being sharded, and by which axes
     enters: Held  # dims that start to be
     zigzag: Orders = ()  # dims whose order changes with it
+    uneven: Uneven = ()  # dims among them whose size does not divide
 
 
 def dual(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """The steps of the backward."""
-    return tuple(Step(DUAL[s.kind], s.axes, s.enters, s.leaves, s.zigzag) for s in reversed(steps))
+    return tuple(Step(DUAL[s.kind], s.axes, s.enters, s.leaves, s.zigzag, s.uneven) for s in reversed(steps))
 
 
 class Move(torch.autograd.Function):
@@ -114,7 +125,12 @@ class Move(torch.autograd.Function):
             return tuple((d + 1, axes) for d, axes in held)
 
         shifted = tuple(
-            Step(s.kind, s.axes, later(s.leaves), later(s.enters), tuple((d + 1, n) for d, n in s.zigzag))
+            s._replace(
+                leaves=later(s.leaves),
+                enters=later(s.enters),
+                zigzag=tuple((d + 1, n) for d, n in s.zigzag),
+                uneven=tuple((d + 1, n) for d, n in s.uneven),
+            )
             for s in steps
         )
         return apply_function(Move, x.movedim(in_dims[0], 0), mesh, shifted, dtypes), 0
@@ -158,7 +174,11 @@ def run_step(x: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
         return x.view_as(x)
     if kind == "I>S":
         for dim, held in step.enters:
-            x = _my_part(x, mesh, dim, held, _ranks_of(step, dim))
+            x = _my_part(_laid_out(x, mesh, step, dim, dim, held), mesh, dim, held, _ranks_of(step, dim))
+        return x
+    if kind in ("fill", "cut"):
+        for dim, held in (*step.enters, *step.leaves):
+            x = _at_rest(x, mesh, step, dim, held)
         return x
     if kind not in DUAL:
         raise ShardingError(f"{kind} is no arrow")
@@ -288,6 +308,7 @@ def _split(x: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
     order = [a for _, held in step.enters for a in held]
     for k, (dim, held) in enumerate(step.enters):
         n = mesh.size(held)
+        x = _laid_out(x, mesh, step, dim, dim + k, held)
         _divide(x, dim + k, n, held)
         x = to_zigzag(x, dim + k, _ranks_of(step, dim))
         x = x.unflatten(dim + k, (n, -1)).movedim(dim + k, k)
@@ -303,8 +324,9 @@ def _join(y: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
     """[group, ...] in rank order -> joined along the dims that `step.leaves`."""
     order = [a for _, held in step.leaves for a in held]
     if len(step.leaves) == 1 and order == list(step.axes):
-        dim = step.leaves[0][0]
-        return from_zigzag(y.movedim(0, dim).flatten(dim, dim + 1), dim, _ranks_of(step, dim))
+        dim, held = step.leaves[0]
+        y = from_zigzag(y.movedim(0, dim).flatten(dim, dim + 1), dim, _ranks_of(step, dim))
+        return _whole(y, mesh, step, dim, dim, held)
     n = len(order)
     y = y.unflatten(0, [mesh.sizes[a] for a in step.axes])
     y = y.permute(*(step.axes.index(a) for a in order), *range(n, y.ndim))
@@ -312,4 +334,37 @@ def _join(y: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
         waiting = sum(len(u) for _, u in step.leaves[k + 1 :])  # leading dims of the joins still to come
         y = y.flatten(0, len(held) - 1).movedim(0, waiting + dim).flatten(waiting + dim, waiting + dim + 1)
         y = from_zigzag(y, waiting + dim, _ranks_of(step, dim))
+        y = _whole(y, mesh, step, dim, waiting + dim, held)
     return y
+
+
+def _counts(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(mesh.sizes[a] for a in mesh.live(axes))
+
+
+def _laid_out(x: torch.Tensor, mesh: Mesh, step: Step, dim: int, at: int, axes: tuple[str, ...]) -> torch.Tensor:
+    """A whole dim, where its parts are of unequal size, with each of them filled up. at: where the dim is in x."""
+    return uneven.lay_out(x, at, _counts(mesh, axes)) if dim in dict(step.uneven) else x
+
+
+def _whole(x: torch.Tensor, mesh: Mesh, step: Step, dim: int, at: int, axes: tuple[str, ...]) -> torch.Tensor:
+    """The way back."""
+    n = dict(step.uneven).get(dim)
+    return x if n is None else uneven.whole(x, at, n, _counts(mesh, axes))
+
+
+def _at_rest(x: torch.Tensor, mesh: Mesh, step: Step, dim: int, axes: tuple[str, ...]) -> torch.Tensor:
+    """This rank's part of a dim: from rest to equations ("fill") or back ("cut")."""
+    n, counts = dict(step.uneven)[dim], _counts(mesh, axes)
+    if not mesh.simulated:
+        if step.kind == "fill":
+            return uneven.filled(x, dim, n, counts)
+        return uneven.cut(x, dim, n, counts, mesh.position(axes))
+    places = [place for place, _ in ring_places(mesh, mesh.live(axes))]
+
+    def one(rank: int, x: torch.Tensor) -> tuple[torch.Tensor]:
+        if step.kind == "fill":
+            return (uneven.filled(x, dim, n, counts),)
+        return (uneven.cut(x, dim, n, counts, places[rank]).contiguous(),)
+
+    return on_each_rank(one, mesh.world, x)[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from fmegatron.collectives import DUAL, Held, Orders, Step
+from fmegatron.collectives import DUAL, Held, Orders, Step, Uneven
 from fmegatron.equations import Equation, Side
 from fmegatron.errors import ShardingError
 from fmegatron.mesh import Mesh
@@ -19,6 +19,7 @@ from fmegatron.rules import Rules, base
 Layout = dict[str, Type]
 HeldBy = list[tuple[str, ...]]  # per dim, the axes that hold it, the major one first
 Zigzags = list[tuple[str, ...]]  # per dim, the axes in whose zigzag order it lies while one of them holds it
+Sizes = list[int | None]  # per dim, its size if it need not divide by the axes that hold it
 
 
 def axes_of(name: str, mesh: Mesh, rules: Rules) -> tuple[str, ...]:
@@ -65,6 +66,16 @@ def zigzags(side: Side, mesh: Mesh, rules: Rules) -> Zigzags:
     return [zigzag_axes(n, mesh, rules) for n in side.dims]
 
 
+def free_sizes(side: Side, rules: Rules) -> Sizes:
+    """The size of each dim of a side that need not divide by the axes that hold it (`Rules.uneven`)."""
+    return [rules.uneven.get(base(n)) for n in side.dims]
+
+
+def divides(n: int, axes: Sequence[str], mesh: Mesh) -> bool:
+    """Are all parts of a dim of size n on these axes of one size?"""
+    return n % mesh.size(axes) == 0
+
+
 def steps_between(
     mesh: Mesh,
     source: Layout,
@@ -73,6 +84,7 @@ def steps_between(
     want: HeldBy,
     where: object,
     orders: tuple[Zigzags, Zigzags] | None = None,
+    sizes: Sizes | None = None,
 ) -> tuple[Step, ...]:
     """The arrows that take a value from one layout to another; all axes with the same arrow go in one collective.
 
@@ -80,6 +92,7 @@ def steps_between(
     no arrow, and for a change that would need a permutation.
 
     orders: the zigzag axes of each dim, before and after; None: all dims are in plain order.
+    sizes: of dims that need not divide by their axes (`free_sizes`).
     """
     todo: dict[str, list[str]] = {}
     have, want = [mesh.live(h) for h in have], [mesh.live(h) for h in want]
@@ -111,13 +124,16 @@ def steps_between(
                 f"{where}: {have} -> {want} would permute the axes of a dim: list them in the same order"
             )
         changes: Orders = ()
+        uneven: Uneven = ()
         for dim, gone in step.leaves:
             changes += _reordered(mesh, dim, before[dim], now[dim], now[dim][: -len(gone)])
+            uneven += _unequal(mesh, dim, sizes, now[dim], now[dim][: -len(gone)], where)
             now[dim] = now[dim][: -len(gone)]
         for dim, come in step.enters:
             changes += _reordered(mesh, dim, after[dim], now[dim] + come, now[dim])
+            uneven += _unequal(mesh, dim, sizes, now[dim] + come, now[dim], where)
             now[dim] = now[dim] + come
-        steps.append(step._replace(zigzag=changes))
+        steps.append(step._replace(zigzag=changes, uneven=uneven))
         left = {k: [a for a in axes if k != step.kind or a not in step.axes] for k, axes in todo.items()}
         todo = {k: axes for k, axes in left.items() if axes}
     return tuple(steps)
@@ -126,6 +142,21 @@ def steps_between(
 def _reordered(mesh: Mesh, dim: int, zigzag: tuple[str, ...], more: tuple[str, ...], less: tuple[str, ...]) -> Orders:
     """A dim is in zigzag order while one of its zigzag axes holds it, and in plain order when none does."""
     return ((dim, mesh.size(zigzag)),) if set(zigzag) & set(more) and not set(zigzag) & set(less) else ()
+
+
+def _unequal(
+    mesh: Mesh, dim: int, sizes: Sizes | None, more: tuple[str, ...], less: tuple[str, ...], where: object
+) -> Uneven:
+    """Where the parts of a dim on the axes `more` are of unequal size, it loses or gains all its axes at once."""
+    n = None if sizes is None else sizes[dim]
+    if n is None or divides(n, more, mesh):
+        return ()
+    if less:
+        raise ShardingError(
+            f"{where}: dim {dim} of size {n} does not divide by {mesh.size(more)}, the size of mesh axes "
+            f"{', '.join(more)}, and would keep {', '.join(less)} of them: move it between none and all of them"
+        )
+    return ((dim, n),)
 
 
 def _candidates(todo: dict[str, list[str]], mesh: Mesh, now: HeldBy, have: HeldBy, want: HeldBy) -> list[Step | None]:
@@ -161,7 +192,8 @@ def reshape_plan(equation: Equation, mesh: Mesh, rules: Rules) -> tuple[tuple[St
             target[axis] = "I"
     have, want = held(left, source, mesh, rules), held(right, target, mesh, rules)
     orders = zigzags(left, mesh, rules), zigzags(right, mesh, rules)
-    return steps_between(mesh, source, target, have, want, repr(equation.text), orders), source, target
+    steps = steps_between(mesh, source, target, have, want, repr(equation.text), orders, free_sizes(left, rules))
+    return steps, source, target
 
 
 def contraction_plan(
@@ -200,7 +232,8 @@ def contraction_plan(
             if by and base(side.dims[dim]) in names:
                 now[names.index(base(side.dims[dim]))] = by
     order = zigzags(out, mesh, rules)
-    steps = steps_between(mesh, raw, target, now, held(out, target, mesh, rules), text, (order, order))
+    sizes = free_sizes(out, rules)
+    steps = steps_between(mesh, raw, target, now, held(out, target, mesh, rules), text, (order, order), sizes)
     return steps, lays, raw, target
 
 
@@ -226,7 +259,23 @@ def resolve_plan(
             target[axis] = "I"
     have, want = held(side, source, mesh, rules), held(to, target, mesh, rules)
     orders = zigzags(side, mesh, rules), zigzags(to, mesh, rules)
-    return steps_between(mesh, source, target, have, want, f"{side} -> {to}", orders), source, target
+    sizes = free_sizes(side, rules)
+    return steps_between(mesh, source, target, have, want, f"{side} -> {to}", orders, sizes), source, target
+
+
+def check_size(name: str, n: int, axes: Sequence[str], mesh: Mesh, rules: Rules, where: str = "") -> None:
+    """Raises ShardingError where some axes cannot hold a dim of this size."""
+    if divides(n, axes, mesh):
+        return
+    known = rules.uneven.get(base(name))
+    if known is None:
+        raise ShardingError(
+            f"dim {name!r} of size {n}{where} does not divide by {mesh.size(axes)}, the size of mesh axes "
+            f"{', '.join(axes)}: choose a size or a mesh that divides, a rule without these axes, or rules with "
+            f"uneven={{{base(name)!r}: {n}}}, which fill up the parts"
+        )
+    if known != n:
+        raise ShardingError(f"dim {name!r}{where} has size {n}, but the rules say uneven={{{base(name)!r}: {known}}}")
 
 
 def stored(
@@ -258,11 +307,7 @@ def stored(
                 )
             seen[axis] = name
     for name, size, by in zip(names, shape, compute, strict=True):
-        if size % mesh.size(by):
-            raise ShardingError(
-                f"dim {name!r} of size {size} (in {str(side)!r}) does not divide by {mesh.size(by)}, the size of mesh axes "
-                f"{', '.join(by)}: choose a size or a mesh that divides, or a rule without these axes"
-            )
+        check_size(name, size, by, mesh, rules, f" (in {str(side)!r})")
     rest = list(compute)
     for number, store in enumerate(rules.stores(tree)):
         used = {a for by in rest for a in by} | set(seen) | set(own)

@@ -36,6 +36,10 @@ class Rules:
     the dim's row; further ones, also of a marked name (`seq*`), cut a rank's part as it lies. Gathered, the dim is in
     its global order. An activation moved by placements, not by names, keeps the order that it has.
 
+    uneven: dim -> its size, for dims that need not divide by the axes that hold them (one that does divide may be
+    listed). In equations each rank then holds as much as the largest part, filled up with zeros (see
+    fmegatron.uneven); sums and products leave these out, and at rest they do not exist.
+
     context: how attention reads a sequence that mesh axes cut: "gather", "ring", "ulysses" or "ulysses+ring" (see
     fmegatron.parallel.context). The last two read the rows `seq**`, `kv**` and `group**`: the layout inside attention.
     """
@@ -47,8 +51,14 @@ class Rules:
     store_optimizer: Axes = ()
     zigzag: Mapping[str, Axes] = field(default_factory=dict)
     context: str = "gather"
+    uneven: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, n in self.uneven.items():
+            if not isinstance(n, int) or n < 1 or base(name) != name:
+                raise UserError(f"uneven {name!r}: {n!r} must be the size, 1 or more, of a dim named without a mark")
+            if name in self.zigzag:
+                raise UserError(f"dim {name!r} is in zigzag and in uneven: a zigzag order needs parts of one size")
         if self.zero not in (0, 1, 2, 3):
             raise UserError(f"zero={self.zero!r} must be 0, 1 (optimizer state), 2 (gradients) or 3 (parameters)")
         if self.context not in CONTEXTS:
@@ -76,6 +86,7 @@ def standard_rules(
     store_optimizer: Axes = (),
     context: str = "gather",
     zigzag: bool | None = None,
+    uneven: Mapping[str, int] | None = None,
 ) -> Rules:
     """The usual table for the models of this library, of the axes that the mesh has.
 
@@ -86,7 +97,8 @@ def standard_rules(
     context: how attention reads a sequence on cp (see `Rules`); "ulysses" takes cp, or cp_kv and cp_group where the
     mesh has them, and "ulysses+ring" cp_ring beside: make_mesh(…, also=fmegatron.parallel.context.factoring(…)).
     zigzag: give out the sequence in the order that balances a causal mask; None: unless attention has whole sequences
-    ("ulysses"). Raises UserError for a mesh without the axes that `context` needs.
+    ("ulysses"). uneven: sizes of dims that need not divide by their axes (see `Rules`), such as {"vocab": 50257}.
+    Raises UserError for a mesh without the axes that `context` needs.
     """
 
     def present(*names: str) -> tuple[str, ...]:
@@ -127,4 +139,5 @@ def standard_rules(
         store_optimizer=store_optimizer,
         zigzag={"seq": present("cp_ring") if context == "ulysses+ring" else present("cp")} if zigzag else {},
         context=context,
+        uneven=uneven or {},
     )

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fmegatron import layout as lay
-from fmegatron import tree
+from fmegatron import tree, uneven
 from fmegatron.collectives import LargestOverRanks, Move, Step, dual, run_step
 from fmegatron.equations import Side, einsum_of, parse_equation, parse_side
 from fmegatron.errors import ShardingError
@@ -133,6 +133,7 @@ class Sharding:
         if self.mesh is None:
             return product(x, w, einsum_of(parsed), tape=self.tape, name=name)
         steps, lays, raw, target = self._plan(("dot", equation), self._plan_contraction, equation, 2)
+        x = self._without_filling(x, parsed.inputs[0].dims, parsed.output.dims)
         with self._unchecked():
             y = product(x, w, einsum_of(parsed), tape=self.tape, name=name)
             y = self._run(y, steps)
@@ -144,6 +145,8 @@ class Sharding:
         if self.mesh is None:
             return x.sum(gone) if gone else x
         steps, lays, raw, target = self._plan(("sum", equation), self._plan_contraction, equation, 1)
+        parsed = parse_equation(equation, 1)
+        x = self._without_filling(x, parsed.inputs[0].dims, parsed.output.dims)
         with self._unchecked():
             y = x.sum(gone) if gone else x
             y = self._run(y, steps)
@@ -155,6 +158,8 @@ class Sharding:
         if self.mesh is None:
             return x.detach().amax(gone) if gone else x.detach()
         _, lays, raw, target = self._plan(("max", equation), self._plan_max, equation)
+        parsed = parse_equation(equation, 1)
+        x = self._without_filling(x, parsed.inputs[0].dims, parsed.output.dims, least=True)
         with self._unchecked():
             y = x.detach().amax(gone) if gone else x.detach()
             axes = self.mesh.live(a for a in raw if raw[a] == "P")
@@ -196,9 +201,10 @@ class Sharding:
 
     def index(self, dim: str, n: int, *, device: torch.device | str | None = None) -> torch.Tensor:
         """The global positions that this rank holds of a dim of global size n: int64, one dim. The only source of
-        positions, masks, counters of dropout and token order, whatever the placement."""
+        positions, masks, counters of dropout and token order, whatever the placement. -1 (`uneven.NOTHING`) stands for
+        what fills up a part of a dim that does not divide."""
         axes = lay.axes_of(dim, self.mesh, self.rules) if self.mesh is not None else ()
-        positions = self.positions(axes, n, dim, device)
+        positions = self._filled_positions(axes, n, dim, device)
         if (ranks := self._zigzag(dim, axes)) > 1:
             self._part(n, axes, dim, ranks)
             positions = zigzag_positions(positions, n, ranks)
@@ -214,11 +220,47 @@ class Sharding:
             live = self.mesh.live(axes) if self.mesh is not None else ()
             if self.mesh is None or not live:
                 return torch.arange(n, device=where)
+            if not lay.divides(n, live, self.mesh):
+                filled = self._filled_positions(axes, n, what, device)
+                return run_step(filled, self.mesh, Step("cut", live, ((0, live),), (), uneven=((0, n),)))
             part = self._part(n, live, what)
             return self.mesh.position(live) * part + torch.arange(part, device=where)
 
+    def _filled_positions(self, axes: tuple[str, ...], n: int, what: str, device: Any) -> torch.Tensor:
+        """`positions` as equations hold them: as many on every rank."""
+        live = self.mesh.live(axes) if self.mesh is not None else ()
+        if self.mesh is None or not live or lay.divides(n, live, self.mesh):
+            return self.positions(axes, n, what, device)
+        lay.check_size(what, n, live, self.mesh, self.rules)
+        with self._unchecked():
+            where = torch.device(device) if device is not None else self.device
+            rows, place = uneven.positions(n, tuple(self.mesh.sizes[a] for a in live), where), self.mesh.position(live)
+            return rows[place] if isinstance(place, int) else rows.index_select(0, place.to(where))[0]
+
+    def _without_filling(
+        self, x: torch.Tensor, dims: Sequence[str], kept: Sequence[str], least: bool = False
+    ) -> torch.Tensor:
+        """x with zeros (least: its dtype's least value) in what fills up its dims, where an equation sums over them."""
+        if not self.rules.uneven:
+            return x
+        names = {base(n) for n in kept}
+        for d, name in enumerate(dims):
+            if base(name) not in names and (n := self.uneven_size(name)) is not None:
+                held = self.index(name, n, device=x.device)
+                if x.shape[d] != held.shape[0]:
+                    continue  # one number a rank, such as a sum over its part
+                filling = (held < 0).view(-1, *[1] * (x.ndim - d - 1))
+                x = x.masked_fill(filling, torch.finfo(x.dtype).min if least else 0)
+        return x
+
+    def uneven_size(self, dim: str) -> int | None:
+        """The global size of a dim whose parts are filled up (`Rules.uneven`); None where it divides by its axes."""
+        n = self.rules.uneven.get(base(dim))
+        return None if n is None or self.mesh is None or lay.divides(n, self.axes(dim), self.mesh) else n
+
     def local_size(self, dim: str, n: int) -> int:
-        """How much of a dim of global size n each rank holds. Raises ShardingError when it does not divide."""
+        """How much of a dim of global size n each rank holds in equations. Raises ShardingError when it does not divide
+        and the rules do not list it as uneven."""
         axes = self.axes(dim)
         return self._part(n, axes, dim, self._zigzag(dim, axes)) if axes else n
 
@@ -236,13 +278,8 @@ class Sharding:
                 f"dim {what!r} of size {n} does not divide by {2 * zigzag}, twice the {zigzag} ranks of its zigzag "
                 "order: choose a size or a mesh that divides, or rules whose zigzag does not list it"
             )
-        size = self.mesh.size(axes)
-        if n % size:
-            raise ShardingError(
-                f"dim {what!r} of size {n} does not divide by {size}, the size of mesh axes {', '.join(axes)}: "
-                "choose a size or a mesh that divides, or a rule without these axes"
-            )
-        return n // size
+        lay.check_size(what, n, axes, self.mesh, self.rules)
+        return uneven.largest(n, tuple(self.mesh.sizes[a] for a in self.mesh.live(axes)))
 
     # --------------------------------------------------------------------------------------------------------
     # parameters
@@ -311,7 +348,11 @@ class Sharding:
         x = x if self.mesh is None else everywhere(self.mesh, x)
         for d, name in enumerate(side.dims):
             if self.axes(name):
-                x = x.index_select(d, self.index(name, x.shape[d], device=x.device))
+                at = self.index(name, x.shape[d], device=x.device)
+                part = x.index_select(d, at.clamp(min=0))
+                if self.uneven_size(name) is not None:
+                    part = part.masked_fill((at < 0).view(-1, *[1] * (x.ndim - d - 1)), 0)
+                x = part
         return x
 
     def shard_param(self, x: torch.Tensor, param: Param) -> torch.Tensor:
@@ -320,7 +361,7 @@ class Sharding:
             x = everywhere(self.mesh, x)
             for d, held in enumerate(self._stored(param)[1]):
                 if self.mesh.live(held):
-                    x = x.index_select(d, self.positions(held, param.shape[d], device=x.device))
+                    x = x.index_select(d, self.positions(held, param.shape[d], param.names[d], x.device))
         return self.at_rest(x.to(self.param_dtype(param)), param)
 
     def shard_params(self, values: Any, spec: Any) -> Any:
@@ -337,6 +378,9 @@ class Sharding:
             if self._zigzag(name, self.axes(name)) > 1:
                 raise ShardingError(f"{dims!r}: a DTensor has no zigzag order; gather {name!r} with sh(x, …) first")
         placements = [Replicate() if isinstance(p, Invariant) else p for p in self.placements(dims)]
+        for d, name in enumerate(parse_side(dims).dims):
+            if (n := self.uneven_size(name)) is not None:
+                x = run_step(x, self.mesh, Step("cut", self.axes(name), ((d, self.axes(name)),), (), uneven=((d, n),)))
         return self._dtensor(x, placements, tuple(shape))
 
     def local(self, values: Any) -> Any:
@@ -406,10 +450,17 @@ class Sharding:
         return [placement_of(types[a]) if a in types else Replicate() for a in self.mesh.order]
 
     def stored_shape(self, param: Param, of: str = "params") -> tuple[int, ...]:
-        """The shape of each rank's shard of a parameter at rest; with of="optimizer", of the optimizer's state."""
+        """The shape of this rank's shard of a parameter at rest; with of="optimizer", of the optimizer's state. On an
+        abstract mesh and in a simulation: that of the largest shard."""
         if self.mesh is None:
             return param.shape
-        return tuple(n // self.mesh.size(by) for n, by in zip(param.shape, self._stored(param, of)[1], strict=True))
+        return tuple(self._stored_size(n, by) for n, by in zip(param.shape, self._stored(param, of)[1], strict=True))
+
+    def _stored_size(self, n: int, axes: tuple[str, ...]) -> int:
+        assert self.mesh is not None
+        live = self.mesh.live(axes)
+        place = self.mesh.position(live)
+        return uneven.parts(n, tuple(self.mesh.sizes[a] for a in live))[place if isinstance(place, int) else 0][1]
 
     def stored_index(self, param: Param) -> tuple[torch.Tensor | None, ...] | None:
         """Per dim the global positions of this rank's shard at rest (None: all of them); None without a mesh."""
@@ -524,6 +575,7 @@ class Sharding:
         target |= {a: "R" for a, t in self._own(param).items() if t == "R"}
         target |= {a: d for d, by in enumerate(compute) for a in by}
         steps = lay.steps_between(self.mesh, source, target, at_rest, compute, f"parameter {param.dims!r}")
+        steps = (*self._filling(param, at_rest), *steps)
         if self.delayed:  # an arrow that costs nothing; its backward is the sum that is left for later
             steps = tuple(step for step in steps if step.kind != "I>R")
         return steps, source, target
@@ -536,11 +588,31 @@ class Sharding:
             for held in (here, there)
         )
         if what == "return":
-            return lay.steps_between(self.mesh, cut, rest, there, here, f"new values of {param.dims!r}")
+            return self._filled_between(
+                param, lay.steps_between(self.mesh, cut, rest, there, here, f"new values of {param.dims!r}")
+            )
         if what == "settle" and self.delayed:
             _, source, target = self._plan_use(param)
             rest = {a: "P" if t == "I" and target[a] == "R" else t for a, t in source.items()}
-        return lay.steps_between(self.mesh, rest, cut, here, there, f"gradient of {param.dims!r}")
+        return self._filled_between(
+            param, lay.steps_between(self.mesh, rest, cut, here, there, f"gradient of {param.dims!r}")
+        )
+
+    def _filling(self, param: Param, at_rest: lay.HeldBy) -> tuple[Step, ...]:
+        """The step that makes the shards of a parameter at rest equally large on all ranks."""
+        assert self.mesh is not None
+        dims = [(d, n, by) for d, (n, by) in enumerate(zip(param.shape, at_rest, strict=True))]
+        dims = [(d, n, by) for d, n, by in dims if not lay.divides(n, by, self.mesh)]
+        if not dims:
+            return ()
+        axes = self.mesh.sorted(a for _, _, by in dims for a in by)
+        return (Step("fill", axes, (), tuple((d, by) for d, _, by in dims), uneven=tuple((d, n) for d, n, _ in dims)),)
+
+    def _filled_between(self, param: Param, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """Steps between two layouts at rest, with equally large shards on the way: dims that do not divide are on the
+        same axes in both."""
+        filling = self._filling(param, self._stored(param)[0])
+        return (*filling, *steps, *dual(filling)) if steps else steps
 
     def _over(self, param: Param) -> tuple[str, ...]:
         assert self.mesh is not None

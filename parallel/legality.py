@@ -1,14 +1,27 @@
-"""Is a layout legal? Asked once, before anything is allocated; the answer to an illegal one names the sizes and a
-fix."""
+"""Is a layout legal? Asked in one place, before anything is allocated, written or started.
+
+    check_layout("dp=2,tp=4", heads=12, batch_size=16, seq_len=256, world=8)     # raises UserError, or says nothing
+    problem(layout, sizes, world=8)                                              # the sentence alone; None: it is legal
+    nearest(layout, sizes, world=8)                                              # the legal layouts that differ least
+
+The message names the sizes and the rule that they break, and ends with the nearest legal layouts, written as the user
+wrote theirs. All of it is arithmetic on a few whole numbers: nothing here needs torch, a mesh or a process group.
+"""
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from fmegatron.axes import parse_axes
 from fmegatron.errors import UserError
-from fmegatron.mesh import Mesh
+
+if TYPE_CHECKING:
+    from fmegatron.mesh import Mesh
 
 AXES = {
     "dp": "batch rows",
@@ -16,111 +29,442 @@ AXES = {
     "cp": "sequence",
     "tp": "heads, mlp and vocabulary",
 }
+DATA = ("dp", "fsdp")
+KINDS = ("ring", "gather", "ulysses", "ulysses+ring")  # of context parallelism, in the order in which they are proposed
+
+# Which of "batch", "seq", "vocab" and "mlp" need not divide by their axes, because what is missing is filled up.
+UNEVEN: tuple[str, ...] = ()
+
+# How options are written where they were given: on the command line, and in a layout's line.
+FLAGS = {
+    "mesh": "--mesh {}",
+    "sp": "--sp",
+    "zero": "--zero {}",
+    "store": "--store {}",
+    "context": "--cp {}",
+    "microbatches": "--batch.microbatches {}",
+    "batch_size": "--batch.size {}",
+    "seq_len": "--batch.seq-len {}",
+    "vocab": "--model-overrides.vocab {}",
+    "mlp": "--model-overrides.mlp {}",
+}
+WORDS = {
+    "mesh": "layout {}",
+    "sp": "sp",
+    "zero": "zero={}",
+    "store": "store={}",
+    "context": "context={}",
+    "microbatches": "micro={}",
+    "batch_size": "rows={}",
+    "seq_len": "seq={}",
+    "vocab": "vocab={}",
+    "mlp": "mlp={}",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is chosen. axes: {axis: size} in rank order; the rest as for `check_layout`."""
+
+    axes: Mapping[str, int]
+    sequence_parallel: bool = False
+    zero: int | None = None
+    store: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()
+    context: str = "gather"
+    microbatches: int = 1
+    shares: tuple[int, int] | None = None
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.axes.values())
+
+    @property
+    def mesh(self) -> str:
+        """The axes as text."""
+        return ",".join(f"{a}={n}" for a, n in self.axes.items())
+
+    def size(self, *axes: str) -> int:
+        """The product of the sizes of some axes; an absent one counts as 1."""
+        return math.prod([self.axes.get(a, 1) for a in axes])
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is divided; None: not known, or of any size. positions: rows of a table of learned positions. uneven: which
+    of batch, seq, vocab and mlp need not divide."""
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    batch_size: int | None = None
+    seq_len: int | None = None
+    vocab: int | None = None
+    mlp: int | None = None
+    positions: int | None = None
+    uneven: Collection[str] = UNEVEN
 
 
 def check_layout(
-    mesh: Mesh,
+    mesh: Mesh | str,
     *,
-    heads: int,
-    batch_size: int,
-    seq_len: int,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    vocab: int | None = None,
+    mlp: int | None = None,
+    positions: int | None = None,
     microbatches: int = 1,
     sequence_parallel: bool = False,
     store: Sequence[str] = (),
     zero: int | None = None,
+    state: Sequence[str] = (),
     context: str = "gather",
-    kv_heads: int | None = None,
+    world: int | None = None,
+    uneven: Collection[str] = UNEVEN,
+    words: Mapping[str, str] = FLAGS,
+    spelled: Callable[[Layout], str | None] | None = None,
 ) -> None:
-    """Raises UserError for an axis that divides nothing, and when query heads, batch or sequence cannot be cut as
-    the mesh says.
+    """Raises UserError for a layout on which a model and its batch cannot be divided.
 
-    heads: query heads of the model. batch_size: sequences of the global batch. seq_len: tokens of a sequence. store:
-    axes that hold trees at rest; zero: which trees (see `Rules`; None: all). context: how attention reads a sequence on cp (see `Rules`). kv_heads: of the
-    model; None: as many as query heads.
+    mesh: sizes of the axes, "dp=2,tp=4", or a mesh.
+    heads, kv_heads: of the model's attention; kv_heads None: as many as heads. vocab, mlp: its dims on tp. positions:
+        rows of its table of learned positions. batch_size: sequences of the global batch. seq_len: tokens of a sequence.
+        None for any of them: not known, or none, and not asked about.
+    store: axes that hold trees at rest; zero: which trees (see `Rules`; None: all); state: further axes that hold the
+        optimizer's state alone. context: how attention reads a sequence on cp (see `Rules`).
+    world: number of ranks that there are; None: as many as the mesh has.
+    uneven: which of "batch", "seq", "vocab", "mlp" may be of a size that does not divide.
+    words: how options are written (`FLAGS`, `WORDS`).
+    spelled: the line that means a layout, None for one that must not be proposed. With it the message ends with the
+        nearest legal layouts.
+    """
+    layout = Layout(
+        parse_axes(mesh, argument=words["mesh"].format("").strip()) if isinstance(mesh, str) else _axes_of(mesh),
+        sequence_parallel,
+        zero,
+        tuple(store),
+        tuple(state),
+        context,
+        microbatches,
+        None if isinstance(mesh, str) else _shares_of(mesh),
+    )
+    sizes = Sizes(heads, kv_heads, batch_size, seq_len, vocab, mlp, positions, uneven)
+    found = problem(layout, sizes, world=world, words=words)
+    if found is None:
+        return
+    lines: list[str] = []
+    if spelled is not None:
+        near = (spelled(other) for other in _legal(layout, sizes, world))
+        lines = list(itertools.islice((line for line in near if line is not None), 3))
+    raise UserError(found if not lines else "\n  ".join([f"{found}. Nearest legal layouts:", *lines]))
+
+
+def problem(
+    layout: Layout, sizes: Sizes, *, world: int | None = None, words: Mapping[str, str] = FLAGS
+) -> str | None:
+    """The rule that a layout breaks, as a sentence with the sizes and a fix; None: it is legal."""
+    for rule in RULES:
+        if (broken := rule(layout, sizes)) is not None:
+            return broken(words)
+    if world is not None and layout.world != world:
+        return _of_another_size(layout, world)(words)
+    return None
+
+
+def nearest(layout: Layout, sizes: Sizes, *, world: int | None = None, limit: int = 3) -> list[Layout]:
+    """At most `limit` legal layouts, those first that differ least from one: in as few axes as possible, then in as few
+    options, then by the smallest factors. They have as many ranks as asked for (world; None: as the layout has) where
+    any such layout is legal, else as near to it as possible. Always the same for the same arguments."""
+    return list(itertools.islice(_legal(layout, sizes, world), limit))
+
+
+def flags(asked: Layout, world: int | None = None) -> Callable[[Layout], str]:
+    """A function that writes a layout as flags which can be typed behind those that asked for another.
+
+    world: number of ranks that there are; None: as many as the mesh has, which is then said with --mesh alone.
     """
 
-    def size(*names: str) -> int:
-        return math.prod(mesh.size(mesh.expand(n)) for n in names if n in mesh.names or n in mesh.sizes)
+    def line(layout: Layout) -> str:
+        found = [f"--mesh {layout.mesh}"]
+        if world is not None and layout.world != world:
+            found.append(f"--nproc {layout.world}")
+        if layout.sequence_parallel or asked.sequence_parallel:
+            found.append("--sp" if layout.sequence_parallel else "--no-sp")
+        if layout.zero is not None or asked.zero is not None:
+            found.append(f"--zero {layout.zero}")
+        if layout.store or asked.store:
+            found.append(" ".join(["--store", *layout.store]))
+        if layout.context != "gather" or asked.context != "gather":
+            found.append(f"--cp {layout.context}")
+        if layout.microbatches > 1 or asked.microbatches > 1:
+            found.append(f"--batch.microbatches {layout.microbatches}")
+        return " ".join(found)
 
-    given = [name for name in mesh.names if not name.startswith(("tp_", "cp_"))]
-    for name in given:
+    return line
+
+
+# ----------------------------------------------------------------------------------------------------------- the rules
+
+# A rule gives None, or the function that writes what is wrong: most answers are only asked for whether there is one.
+Broken = Callable[[Mapping[str, str]], str]
+
+
+def _check_axes(layout: Layout, sizes: Sizes) -> Broken | None:
+    """Every axis divides something."""
+    for name in layout.axes:
         if name not in AXES:
             near = difflib.get_close_matches(name, AXES, 1)
             known = ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
             hint = f"; did you mean {near[0]}?" if near else "."
-            raise UserError(
-                f"--mesh {_shown(mesh)}: nothing is divided over an axis {name!r}{hint} The axes are {known}"
+            return lambda w: (
+                f"{_of(layout, w)}: nothing is divided over an axis {name!r}{hint} The axes are {known}"
             )
-    for name in store:
-        if name not in given:
-            raise UserError(
-                f"--store {name}: the mesh {_shown(mesh)} has no axis of this name; use {' or '.join(given)}, "
-                "or add it to --mesh"
-            )
+    return None
+
+
+def _check_store(layout: Layout, sizes: Sizes) -> Broken | None:
+    """Trees rest on axes that there are."""
+    given = list(layout.axes)
+    for what, names in (("store", layout.store), ("state", layout.state)):
+        for name in names:
+            if not name.strip():
+                return lambda w: (
+                    f"{w.get(what, what + '={}').format(repr(name))} names no mesh axis: give {' or '.join(given)}, or "
+                    "leave it out"
+                )
+            if name not in layout.axes:
+                return lambda w: (
+                    f"{w.get(what, what + '={}').format(name)}: the mesh {layout.mesh} has no axis of this name; use "
+                    f"{' or '.join(given)}, or add it to the mesh"
+                )
+    return None
+
+
+def _check_stage(layout: Layout, sizes: Sizes) -> Broken | None:
+    """The stage of ZeRO says what the stored axes hold."""
+    zero, held = layout.zero, (*layout.store, *layout.state)
     if zero not in (None, 0, 1, 2, 3):
-        raise UserError(
-            f"--zero {zero}: the stages are 0 (nothing is stored over data ranks), 1 (optimizer state), 2 (gradients too) "
-            "and 3 (parameters too)"
+        return lambda w: (
+            f"{w['zero'].format(zero)}: the stages are 0 (nothing is stored over data ranks), 1 (optimizer state), 2 "
+            "(gradients too) and 3 (parameters too)"
         )
-    if zero == 0 and store:
-        raise UserError(f"--zero 0 stores nothing, so --store {','.join(store)} means nothing: leave one of them out")
-    if zero and not store and not {"dp", "fsdp"} & set(given):
-        raise UserError(f"--zero {zero}: the mesh {_shown(mesh)} has no data axis to store over; add dp to --mesh")
-    tp, cp, data = size("tp"), size("cp"), size("dp", "fsdp")
-    if heads % tp:
-        raise UserError(
-            f"the model has {heads} query heads, which do not divide by tp={tp} (--mesh {_shown(mesh)}): "
-            f"use a tp of {_near_divisors(heads, tp)} or a model whose heads divide"
+    if zero == 0 and held:
+        return lambda w: (
+            f"{w['zero'].format(0)} stores nothing, so {w['store'].format(','.join(held))} means nothing: leave one of "
+            "them out"
         )
-    if batch_size % data:
-        raise UserError(
-            f"--batch.size {batch_size} does not divide by {data}, the data-parallel ranks of --mesh {_shown(mesh)}: "
-            f"use {_near_multiples(batch_size, data)}"
+    if zero and not layout.store and not any(a in layout.axes for a in DATA):
+        return lambda w: (
+            f"{w['zero'].format(zero)}: the mesh {layout.mesh} has no data axis to store over; add dp to the mesh"
         )
-    if batch_size // data < microbatches:
-        raise UserError(
-            f"--batch.microbatches {microbatches} needs as many sequences on every rank, but --batch.size {batch_size} "
-            f"gives each of the {data} data-parallel ranks {batch_size // data}: use fewer microbatches or a larger batch"
-        )
-    if context in ("ulysses", "ulysses+ring") and cp > 1:
-        _check_shared_heads(mesh, context, heads, kv_heads or heads, size)
-    cuts, axes = cp * (tp if sequence_parallel else 1), "cp × tp (sequence parallelism)" if sequence_parallel else "cp"
-    ring = size("cp_ring") if context == "ulysses+ring" else cp
-    zigzag = 2 * ring if context != "ulysses" and ring > 1 else 1
-    if seq_len % cuts or seq_len % zigzag:
-        of = math.lcm(cuts, zigzag)
-        what = f"the size of {axes}" if of == cuts else f"the least multiple of {axes} and twice the ranks of cp"
-        raise UserError(
-            f"--batch.seq-len {seq_len} does not divide by {of}, {what} in --mesh {_shown(mesh)}: "
-            f"use {_near_multiples(seq_len, of)}"
-        )
+    return None
 
 
-def _check_shared_heads(mesh: Mesh, context: str, heads: int, kv_heads: int, size: Callable[..., int]) -> None:
-    """Can the ranks between which attention moves heads share them out?"""
-    cut = "cp_kv" in mesh.names or "cp_kv" in mesh.sizes
-    on_tp = math.gcd(kv_heads, size("tp"))
-    left = {"kv heads": kv_heads // on_tp, "query heads of each kv head": heads // kv_heads * on_tp // size("tp")}
-    ranks = (size("cp_kv"), size("cp_group")) if cut else (size("cp"), 1)
-    for (what, n), by in zip(left.items(), ranks, strict=True):
-        if n % by:
-            raise UserError(
-                f"context {context}: the {n} {what} on a tensor-parallel rank do not divide by {by} of the cp ranks of "
-                f"--mesh {_shown(mesh)}: make the mesh with also=factoring(…) of fmegatron.parallel.context, use a cp "
-                f"of {_near_divisors(n, by)}, or the kinds ring or gather"
+def _check_heads(layout: Layout, sizes: Sizes) -> Broken | None:
+    """Query heads divide over tp; kv heads fewer than its ranks lie on several."""
+    heads, tp = sizes.heads, layout.size("tp")
+    if heads is None or heads % tp == 0:
+        return None
+    return lambda w: (
+        f"the model has {heads} query heads, which do not divide by tp={tp} ({_of(layout, w)}): use a tp of "
+        f"{_near_divisors(heads, tp)} or a model whose heads divide"
+    )
+
+
+def _check_tp_sizes(layout: Layout, sizes: Sizes) -> Broken | None:
+    """Vocabulary and mlp divide over tp, unless they are filled up."""
+    tp = layout.size("tp")
+    for name, what, n in (("vocab", "vocabulary", sizes.vocab), ("mlp", "mlp width", sizes.mlp)):
+        if n is not None and n % tp and name not in sizes.uneven:
+            return lambda w: (
+                f"the {what} of {n} does not divide by {tp}, the tensor-parallel ranks of {_of(layout, w)}: use "
+                f"{w[name].format(-(-n // tp) * tp)}{', whose last rows no token has' if name == 'vocab' else ''}"
             )
+    return None
+
+
+def _check_batch(layout: Layout, sizes: Sizes) -> Broken | None:
+    """Rows divide over the data ranks, unless they are filled up."""
+    n, data = sizes.batch_size, layout.size(*DATA)
+    if n is None or n % data == 0 or "batch" in sizes.uneven:
+        return None
+    return lambda w: (
+        f"{w['batch_size'].format(n)} does not divide by {data}, the data-parallel ranks of {_of(layout, w)}: use "
+        f"{_near_multiples(n, data)}"
+    )
+
+
+def _check_microbatches(layout: Layout, sizes: Sizes) -> Broken | None:
+    """Every rank has a row for each microbatch."""
+    n, data = sizes.batch_size, layout.size(*DATA)
+    if n is None or -(-n // data) >= layout.microbatches:
+        return None
+    return lambda w: (
+        f"{w['microbatches'].format(layout.microbatches)} needs as many sequences on every rank, but "
+        f"{w['batch_size'].format(n)} gives each of the {data} data-parallel ranks {-(-n // data)}: use fewer "
+        "microbatches or a larger batch"
+    )
+
+
+def _check_shared_heads(layout: Layout, sizes: Sizes) -> Broken | None:
+    """The ranks between which an all-to-all moves heads can share them out."""
+    kind, cp, heads = layout.context, layout.size("cp"), sizes.heads
+    if heads is None or cp == 1 or kind not in ("ulysses", "ulysses+ring"):
+        return None
+    kv, group = heads_on_tp(heads, sizes.kv_heads or heads, layout.size("tp"))
+    if layout.shares is None:
+        legal = head_shares(cp, kv, group)
+        if kind == "ulysses+ring" or cp in legal:  # one rank for heads, with a ring of all, is always possible
+            return None
+        return lambda w: (
+            f"{w['context'].format(kind)}: the {kv} kv heads on a tensor-parallel rank, with {group} query heads each, "
+            f"cannot be shared out among the {cp} cp ranks of {_of(layout, w)}: {' or '.join(map(str, legal))} of them "
+            "could, or use the kinds ring or gather"
+        )
+    for what, n, by in (
+        ("kv heads", kv, layout.shares[0]),
+        ("query heads of each kv head", group, layout.shares[1]),
+    ):
+        if n % by:
+            return lambda w: (
+                f"{w['context'].format(kind)}: the {n} {what} on a tensor-parallel rank do not divide by {by} of the "
+                f"cp ranks of {_of(layout, w)}: make the mesh with also=factoring(…) of fmegatron.parallel.context, "
+                f"use a cp of {_near_divisors(n, by)}, or the kinds ring or gather"
+            )
+    return None
+
+
+def _check_sequence(layout: Layout, sizes: Sizes) -> Broken | None:
+    """Tokens divide over cp (with sequence parallelism over tp too) and into a zigzag order's 2 parts a rank, unless
+    they are filled up."""
+    n, cp, tp = sizes.seq_len, layout.size("cp"), layout.size("tp")
+    if n is None or "seq" in sizes.uneven:
+        return None
+    cuts = cp * (tp if layout.sequence_parallel else 1)
+    ring = cp
+    if layout.context == "ulysses+ring" and cp > 1 and sizes.heads is not None:
+        ring = cp // _shared_among(layout, sizes)
+    zigzag = 2 * ring if layout.context != "ulysses" and ring > 1 else 1
+    if n % cuts == 0 and n % zigzag == 0:
+        return None
+    of, axes = math.lcm(cuts, zigzag), "cp × tp (sequence parallelism)" if layout.sequence_parallel else "cp"
+    what = f"the size of {axes}" if of == cuts else f"the least multiple of {axes} and twice the ranks of cp"
+    return lambda w: (
+        f"{w['seq_len'].format(n)} does not divide by {of}, {what} in {_of(layout, w)}: use {_near_multiples(n, of)}"
+    )
+
+
+def _check_positions(layout: Layout, sizes: Sizes) -> Broken | None:
+    """Every token has a learned position."""
+    n, rows = sizes.seq_len, sizes.positions
+    if n is None or rows is None or n <= rows:
+        return None
+    return lambda w: f"{w['seq_len'].format(n)} is longer than the model's {rows} learned positions: use at most {rows}"
+
+
+RULES: tuple[Callable[[Layout, Sizes], Broken | None], ...] = (
+    _check_axes,
+    _check_store,
+    _check_stage,
+    _check_heads,
+    _check_tp_sizes,
+    _check_batch,
+    _check_microbatches,
+    _check_shared_heads,
+    _check_sequence,
+    _check_positions,
+)
+
+
+def _of_another_size(layout: Layout, world: int) -> Broken:
+    return lambda w: (
+        f"{_of(layout, w)} has {layout.world} ranks, but this run has {world}: add --nproc {layout.world} (or torchrun "
+        f"--nproc-per-node {layout.world}), or change the mesh"
+    )
+
+
+def heads_on_tp(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
+    """(kv heads, query heads of each) on one of tp's ranks: kv heads lie on as many of them as divide both."""
+    on_kv = math.gcd(kv_heads, tp)
+    return kv_heads // on_kv, heads // kv_heads // (tp // on_kv)
+
+
+def head_shares(cp: int, kv: int, group: int) -> list[int]:
+    """Among how many of cp's ranks `kv` kv heads with `group` query heads each can be shared out: kv heads over what
+    divides both, the query heads of each over the rest."""
+    return [n for n in _divisors(cp) if group % (n // math.gcd(kv, n)) == 0]
+
+
+def _shared_among(layout: Layout, sizes: Sizes) -> int:
+    """Among how many ranks "ulysses+ring" shares heads out; the rest of cp is the ring."""
+    if layout.shares is not None:
+        return math.prod(layout.shares)
+    assert sizes.heads is not None
+    cp = layout.size("cp")
+    kv, group = heads_on_tp(sizes.heads, sizes.kv_heads or sizes.heads, layout.size("tp"))
+    return max(n for n in head_shares(cp, kv, group) if n < cp)
+
+
+def _of(layout: Layout, words: Mapping[str, str]) -> str:
+    return words["mesh"].format(layout.mesh)
 
 
 def _near_divisors(n: int, near: int) -> str:
-    smaller = max(d for d in range(1, near) if n % d == 0)
-    larger = next((d for d in range(near + 1, n + 1) if n % d == 0), None)
-    return f"{smaller} or {larger}" if larger else f"{smaller}"
+    found = _divisors(n)
+    return " or ".join(str(d) for d in (*[d for d in found if d < near][-1:], *[d for d in found if d > near][:1]))
 
 
 def _near_multiples(n: int, of: int) -> str:
     return " or ".join(str(m) for m in (n - n % of, n + of - n % of) if m)
 
 
-def _shown(mesh: Mesh) -> str:
-    shown = {name: axes for name, axes in mesh.names.items() if not name.startswith(("tp_", "cp_"))}
-    return ",".join(f"{name}={mesh.size(axes)}" for name, axes in shown.items())
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def _axes_of(mesh: Mesh) -> dict[str, int]:
+    """The axes that a mesh was made with."""
+    return {name: mesh.size(axes) for name, axes in mesh.names.items() if not name.startswith(("tp_", "cp_"))}
+
+
+def _shares_of(mesh: Mesh) -> tuple[int, int]:
+    """How many of cp's ranks share kv heads, and how many the query heads of each."""
+
+    def size(name: str) -> int:
+        return mesh.size(mesh.expand(name)) if name in mesh.names or name in mesh.sizes else 1
+
+    cut = "cp_kv" in mesh.names or "cp_kv" in mesh.sizes
+    return (size("cp_kv"), size("cp_group")) if cut else (size("cp"), 1)
+
+
+# ---------------------------------------------------------------------------------------------- the nearest legal layouts
+
+WIDEST = 8  # sizes of one axis that are tried where the number of ranks has to change
+
+
+def _legal(asked: Layout, sizes: Sizes, world: int | None) -> Iterator[Layout]:
+    """The legal layouts, nearest first; each is only looked for when it is asked for."""
+    base = _with_sense(asked)
+    wanted = asked.world if world is None else world
+    seen = set[str]()
+    found = False
+
+    def fresh(layout: Layout) -> bool:
+        key = repr(layout)
+        new = key not in seen and problem(layout, sizes) is None
+        seen.add(key)
+        return new
+
+    if wanted != base.world:  # it may be the number of ranks that was a mistake
+        for layout in filter(fresh, _other_options(base, sizes)):
+            yield layout
+            break
+    for layout in filter(fresh, _ordered(base, _meshes(base, sizes, wanted), sizes)):
+        found = True
+        yield layout
+    if not found and not seen_legal(seen, base, wanted):
+        for layout in filter(fresh, _ordered(base, _meshes(base, sizes, None), sizes, wanted)):
+            yield layout

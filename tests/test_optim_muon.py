@@ -464,12 +464,25 @@ def test_errors(make, parts):
     assert all(part in str(error.value) for part in parts), error.value
 
 
-def test_uneven_shards_are_refused():
+@pytest.mark.parametrize("at", [(S(0), S(0), R), (S(1), R, S(1)), (S(0), S(1), S(0))], ids=str)
+def test_shards_of_unequal_size(at):
+    """Rows 6 over 4 ranks and columns 9 over 2 or 4: as one device."""
+    start, grads = {"a": torch.randn(6, 9, dtype=torch.float64)}, {"a": torch.randn(6, 9, dtype=torch.float64)}
+    optimizer = muon(0.1)
+    expected, _, _ = optimizer.update(start, grads, optimizer.init(start))
     with simulate(8):
-        p = placed({"a": torch.randn(6, 8)}, simulated_mesh(2, 2, 2), {"a": (S(0), S(0), R)})
-        optimizer = muon(0.1)
+        mesh = simulated_mesh(2, 2, 2)
+        p, g = placed(start, mesh, {"a": at}), placed(grads, mesh, {"a": at})
+        found, _, _ = optimizer.update(p, g, optimizer.init(p))
+        for whole in per_rank(found["a"].full_tensor()):
+            torch.testing.assert_close(whole, expected["a"], rtol=0, atol=1e-13)
+
+
+def test_uneven_numbers_of_matrices_are_refused():
+    with simulate(8):
+        p = placed({"a": torch.randn(3, 4, 4)}, simulated_mesh(2, 2, 2), {"a": (S(0), R, R)})
         with pytest.raises(UserError, match="does not divide"):
-            optimizer.update(p, p, optimizer.init(p))
+            exchange_of(p["a"], (0, 1, 2), counts=1)
 
 
 # On a GPU

@@ -8,6 +8,7 @@ mesh dims on which leaves are replicated each rank takes a part without a messag
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fmegatron.collectives import gather_single
 from fmegatron.errors import UserError
 from fmegatron.optim.leaves import cuts_of
-from fmegatron.simulation import lift, simulating
+from fmegatron.simulation import lift, on_each_rank, simulating
+from fmegatron.uneven import cut, filled, lay_out, whole
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,14 @@ class Exchange:
     """How a stack [matrix, dims of one matrix …] of local shards becomes whole matrices.
 
     mesh: None without one. cuts: (mesh dim, dim of the stack) of the mesh dims that cut matrices, the inner split of a
-    dim first. copies: the mesh dims on which they are replicated.
+    dim first. copies: the mesh dims on which they are replicated. uneven: (dim of the stack, its size, mesh dims that cut
+    it, the major one first) of dims that do not divide; on the way their parts are filled up.
     """
 
     mesh: Any = None
     cuts: tuple[tuple[int, int], ...] = ()
     copies: tuple[int, ...] = ()
+    uneven: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -42,24 +46,51 @@ class Exchange:
     def gather(self, x: Tensor) -> Tensor:
         """Local shards of n matrices -> this rank's share of whole ones, zeros behind the last."""
         n = x.shape[0]
-        x = _padded(x, self._shares(n)[1])
         if self.mesh is not None and simulating():
             x = lift(x, torch.distributed.get_world_size())
+        for dim, size, cuts in self.uneven:
+            counts = self._counts(cuts)
+            x = self._each_part(lambda x, _, d=dim, n=size, c=counts: filled(x, d, n, c), x, cuts)
+        x = _padded(x, self._shares(n)[1])
         for d in self._shares(n)[0]:
             x = _own_part(x, self.mesh, d)
         for d, dim in self.cuts:
             size = self.mesh.size(d)
             x = _all_to_all(x.unflatten(0, (size, -1)), self.mesh, d).movedim(0, dim).flatten(dim, dim + 1)
+        for dim, size, cuts in self.uneven:
+            x = whole(x, dim, size, self._counts(cuts))
         return x
 
     def scatter(self, x: Tensor, n: int) -> Tensor:
         """The way back: this rank's share of whole matrices -> local shards of all n."""
+        for dim, _, cuts in self.uneven:
+            x = lay_out(x, dim, self._counts(cuts))
         for d, dim in reversed(self.cuts):
             size = self.mesh.size(d)
             x = _all_to_all(x.unflatten(dim, (size, -1)).movedim(dim, 0), self.mesh, d).flatten(0, 1)
         for d in reversed(self._shares(n)[0]):
             x = functional.wait_tensor(gather_single(x.contiguous(), 0, (self.mesh, d)))
-        return x[:n] if x.shape[0] != n else x
+        x = x[:n] if x.shape[0] != n else x
+        for dim, size, cuts in self.uneven:
+            counts = self._counts(cuts)
+            x = self._each_part(lambda x, part, d=dim, n=size, c=counts: cut(x, d, n, c, part), x, cuts)
+        return x
+
+    def _counts(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.mesh.size(d) for d in cuts)
+
+    def _each_part(self, f: Callable[[Tensor, int], Tensor], x: Tensor, cuts: tuple[int, ...]) -> Tensor:
+        """f(this rank's x, its number along the mesh dims `cuts`)."""
+
+        def on(rank: int, x: Tensor) -> tuple[Tensor]:
+            at, number = (self.mesh.mesh == rank).nonzero()[0].tolist(), 0
+            for d in cuts:
+                number = number * self.mesh.size(d) + at[d]
+            return (f(x, number).contiguous(),)
+
+        if simulating():
+            return on_each_rank(on, torch.distributed.get_world_size(), x)[0]
+        return on(torch.distributed.get_rank(), x)[0]
 
     def _shares(self, n: int) -> tuple[list[int], int]:
         """(the replicated mesh dims over which n matrices are shared out, n rounded up to a multiple of all shares)."""
@@ -75,21 +106,25 @@ class Exchange:
 def exchange_of(p: Tensor, order: tuple[int, ...], counts: int) -> Exchange:
     """The exchange of a leaf whose dims are read in some order, the first `counts` of them counting matrices.
 
-    Raises `UserError` where a dim does not divide by the ranks that hold it.
+    Raises `UserError` where a dim that counts matrices does not divide by the ranks that hold it.
     """
     if not isinstance(p, DTensor):
         return Exchange()
     mesh, found = p.device_mesh, cuts_of(p)
-    for dim in {dim for _, _, dim in found}:
-        ranks = math.prod(mesh.size(d) for _, d, at in found if at == dim)
-        if p.shape[dim] % ranks:
+    uneven = []
+    for dim in sorted({dim for _, _, dim in found}):
+        axes = tuple(d for _, d, at in found if at == dim)
+        ranks = math.prod(mesh.size(d) for d in axes)
+        if p.shape[dim] % ranks and order.index(dim) >= counts:
+            uneven.append((order.index(dim) - counts + 1, p.shape[dim], axes))
+        elif p.shape[dim] % ranks:
             raise UserError(
                 f"muon: dim {dim} of a parameter of shape {tuple(p.shape)} does not divide by the {ranks} ranks that "
                 "hold it: choose a mesh that divides, or leave the dim whole"
             )
     cuts = [(d, order.index(dim) - counts + 1) for _, d, dim in reversed(found) if order.index(dim) >= counts]
     copies = [d for d in range(mesh.ndim) if mesh.size(d) > 1 and isinstance(p.placements[d], Replicate)]
-    return Exchange(mesh, tuple(cuts), tuple(copies))
+    return Exchange(mesh, tuple(cuts), tuple(copies), tuple(uneven))
 
 
 def _padded(x: Tensor, n: int) -> Tensor:

@@ -60,5 +60,8 @@ def sharded(sh: Any, dim: str) -> bool:
 
 
 def global_size(sh: Any, dim: str, local: int) -> int:
-    """The global size of a dim of which this rank holds `local`: every rank holds as much."""
-    return local * sh.mesh.size(sh.axes(dim)) if sh.axes(dim) else local
+    """The global size of a dim of which this rank holds `local`: every rank holds as much, or the rules know it."""
+    if not sh.axes(dim):
+        return local
+    known = sh.uneven_size(dim)
+    return local * sh.mesh.size(sh.axes(dim)) if known is None else known

@@ -72,8 +72,9 @@ def linear_cross_entropy(
     vocab_size = _global_vocabulary(vocab, sh, vocab_size)
     form = _form("linear_cross_entropy", label_smoothing, z_loss, softcap, vocab_size)
 
-    def local(x: Tensor, w: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        lse, target = apply_function(_LinearStatistics, x.flatten(0, -2), w, held.flatten(), rows, chunk, *form)
+    def local(x: Tensor, w: Tensor, held: Tensor, filling: Tensor | None) -> tuple[Tensor, Tensor]:
+        args = x.flatten(0, -2), w, held.flatten(), filling, rows, chunk, *form
+        lse, target = apply_function(_LinearStatistics, *args)
         return lse.view(labels.shape), target.view(labels.shape)
 
     sides = "batch seq embed | vocab", side
@@ -112,8 +113,8 @@ def cross_entropy(
     vocab_size = _global_vocabulary(vocab, sh, vocab_size)
     form = _form("cross_entropy", label_smoothing, z_loss, softcap, vocab_size)
 
-    def local(logits: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        return apply_function(_Statistics, logits, held, *form)
+    def local(logits: Tensor, held: Tensor, filling: Tensor | None) -> tuple[Tensor, Tensor]:
+        return apply_function(_Statistics, logits, held, filling, *form)
 
     return _loss(local, (logits,), ("batch seq vocab",), labels, vocab, ignore_index, z_loss, sh, vocab_size)
 
@@ -150,6 +151,19 @@ def _capped(logits: Tensor, cap: float | None, in_place: bool = False) -> Tensor
     return logits.div_(cap).tanh_().mul_(cap) if in_place else (logits / cap).tanh() * cap
 
 
+def _hidden(logits: Tensor, filling: Tensor | None, in_place: bool = False) -> Tensor:
+    """Logits without those of what fills up an uneven part of the vocabulary: the least number, which no softmax sees.
+    (Infinity would be NaN where a whole part is filling.)"""
+    if filling is None:
+        return logits
+    least = torch.finfo(logits.dtype).min
+    return logits.masked_fill_(filling, least) if in_place else logits.masked_fill(filling, least)
+
+
+def _zeroed(values: Tensor, filling: Tensor | None) -> Tensor:
+    return values if filling is None else values.masked_fill(filling, 0)
+
+
 def _loss(
     local: Any,
     args: tuple[Tensor, ...],
@@ -161,20 +175,23 @@ def _loss(
     sh: Any,
     vocab_size: int,
 ) -> Tensor:
-    """From `local(*args, held labels) -> (lse, target)`, both [batch seq], to the loss of each token.
+    """From `local(*args, held labels, filling or None) -> (lse, target)`, both [batch seq], to the loss of each token.
+    filling: bool[vocab], which entries only fill up this rank's part of a vocabulary that does not divide.
 
     Over a sharded vocab the last dim of the two is `vocab`, of which each rank holds one element.
     """
     ignored = labels == ignore_index
     if not sharded(sh, "vocab"):
-        lse, target = local(*args, labels.masked_fill(ignored, -1))
+        lse, target = local(*args, labels.masked_fill(ignored, -1), None)
     else:
         ids = sh.index("vocab", vocab_size, device=labels.device)
 
         def held_here(*args: Tensor) -> Any:
             *args, labels, ids = args  # type: ignore[assignment]
             at = labels - ids[:1]
-            lse, target = local(*args, at.where((at >= 0) & (at < vocab) & ~ignored, -1))
+            filling = None if sh.uneven_size("vocab") is None else ids < 0
+            end = vocab if filling is None else (~filling).sum()
+            lse, target = local(*args, at.where((at >= 0) & (at < end) & ~ignored, -1), filling)
             return lse[..., None], target[..., None]
 
         results = ("batch seq vocab", "batch seq vocab")
@@ -190,54 +207,60 @@ def _loss(
 
 
 class _Statistics(Function):
-    """(logits[... vocab], labels[...], -1 for none, cap, label_share, every_share) -> (lse, target), both [...]."""
+    """(logits[... vocab], labels[...], -1 for none, filling or None, cap, label_share, every_share) -> (lse, target),
+    both [...]."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        logits: Tensor, labels: Tensor, cap: float | None, label_share: float, every_share: float
+        logits: Tensor,
+        labels: Tensor,
+        filling: Tensor | None,
+        cap: float | None,
+        label_share: float,
+        every_share: float,
     ) -> tuple[Tensor, Tensor]:
         capped = _capped(logits.to(wide(logits.dtype)), cap)
-        lse = capped.logsumexp(-1)
+        lse = _hidden(capped, filling).logsumexp(-1)
         label = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0].to(lse.dtype)
         target = _capped(label, cap).masked_fill(labels < 0, 0)
         if every_share:
-            target = target * label_share + capped.sum(-1) * every_share
+            target = target * label_share + _zeroed(capped, filling).sum(-1) * every_share
         return lse, target
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        logits, labels, *ctx.form = inputs
-        ctx.save_for_backward(logits, labels, output[0])
+        logits, labels, filling, *ctx.form = inputs
+        ctx.save_for_backward(logits, labels, filling, output[0])
 
     @staticmethod
     def backward(ctx: Any, g_lse: Tensor, g_target: Tensor) -> Any:
-        logits, labels, lse = ctx.saved_tensors
+        logits, labels, filling, lse = ctx.saved_tensors
         cap, label_share, every_share = ctx.form
         capped = _capped(logits if cap is None else logits.to(lse.dtype), cap)
-        g = (capped - lse[..., None]).exp() * g_lse[..., None]
+        g = (_hidden(capped, filling) - lse[..., None]).exp() * g_lse[..., None]
         at, g_label = labels.clamp(min=0)[..., None], g_target.masked_fill(labels < 0, 0)
         if every_share:
             g, g_label = g + (g_target * every_share)[..., None], g_label * label_share
         g = g.scatter_add(-1, at, g_label[..., None])
         if cap is not None:
             g = g * (1 - (capped / cap).square())
-        return g.to(logits.dtype), None, None, None, None
+        return _zeroed(g, filling).to(logits.dtype), *[None] * 5
 
 
 class _LinearStatistics(Function):
-    """(x[token embed], w, labels[token], w is [vocab embed]?, chunk, cap, label_share, every_share) -> (lse, target),
-    both [token]."""
+    """(x[token embed], w, labels[token], filling or None, w is [vocab embed]?, chunk, cap, label_share, every_share) ->
+    (lse, target), both [token]."""
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, labels: Tensor, *options: Any) -> Any:
-        return torch.ops.fmegatron.linear_statistics(x, w, labels, *options)
+    def forward(x: Tensor, w: Tensor, labels: Tensor, filling: Tensor | None, *options: Any) -> Any:
+        return torch.ops.fmegatron.linear_statistics(x, w, labels, filling, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, w, labels, *ctx.options = inputs
-        ctx.save_for_backward(x, w, labels)
+        x, w, labels, filling, *ctx.options = inputs
+        ctx.save_for_backward(x, w, labels, filling)
 
     @staticmethod
     def backward(ctx: Any, g_lse: Tensor, g_target: Tensor) -> Any:
@@ -247,7 +270,7 @@ class _LinearStatistics(Function):
             gx, gw = apply_function(_LinearStatisticsBackward, *args)
         else:
             gx, gw = torch.ops.fmegatron.linear_statistics_backward(*args, need_x, need_w)
-        return gx if need_x else None, gw if need_w else None, *[None] * 6
+        return gx if need_x else None, gw if need_w else None, *[None] * 7
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -255,7 +278,8 @@ class _LinearStatistics(Function):
 
 
 class _LinearStatisticsBackward(Function):
-    """(x, w, labels, g_lse, g_target, options…) -> (gx, gw), whose own backward is in plain operations."""
+    """(x, w, labels, filling or None, g_lse, g_target, options…) -> (gx, gw), whose own backward is in plain
+    operations."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -263,14 +287,14 @@ class _LinearStatisticsBackward(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.options = inputs[5:]
-        ctx.save_for_backward(*inputs[:5])
+        ctx.options = inputs[6:]
+        ctx.save_for_backward(*inputs[:6])
 
     @staticmethod
     def backward(ctx: Any, ax: Tensor, aw: Tensor) -> Any:
-        x, w, labels, g_lse, g_target = ctx.saved_tensors
-        gx, gw, *others = _second_order(x, w, labels, g_lse, g_target, ax, aw, *ctx.options)
-        return gx, gw, None, *others, *[None] * 5
+        x, w, labels, filling, g_lse, g_target = ctx.saved_tensors
+        gx, gw, *others = _second_order(x, w, labels, filling, g_lse, g_target, ax, aw, *ctx.options)
+        return gx, gw, None, None, *others, *[None] * 5
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -304,6 +328,7 @@ def _linear_statistics_op(
     x: Tensor,
     w: Tensor,
     labels: Tensor,
+    filling: Tensor | None,
     rows: bool,
     chunk: int,
     cap: float | None,
@@ -317,7 +342,10 @@ def _linear_statistics_op(
         part = slice(start, start + chunk)
         logits, at = _capped(_product(x[part], w, dtype), cap, in_place=True), labels[part]
         label = logits.gather(-1, at.clamp(min=0)[:, None])[:, 0].masked_fill_(at < 0, 0)
-        target[part] = label * label_share + logits.sum(-1) * every_share if every_share else label
+        if every_share:
+            label = label * label_share + _zeroed(logits, filling).sum(-1) * every_share
+        target[part] = label
+        logits = _hidden(logits, filling, in_place=True)
         # softmax is torch's one fused pass; its largest value is 1 / sum(exp(logits - most))
         lse[part] = logits.amax(-1) - logits.softmax(-1).amax(-1).log()
     return lse, target
@@ -333,6 +361,7 @@ def _linear_statistics_backward_op(
     x: Tensor,
     w: Tensor,
     labels: Tensor,
+    filling: Tensor | None,
     g_lse: Tensor,
     g_target: Tensor,
     rows: bool,
@@ -350,10 +379,11 @@ def _linear_statistics_backward_op(
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
         logits = _capped(_product(x[part], wt.t(), dtype), cap, in_place=True)
-        p = logits.softmax(-1)
+        p = _hidden(logits, filling).softmax(-1)
         slope = None if cap is None else logits.div_(cap).square_().neg_().add_(1)
         del logits
         g = _logits_gradient(p, slope, labels[part], g_lse[part], g_target[part], label_share, every_share, x.dtype)
+        g = g if filling is None else g.masked_fill_(filling, 0)
         del p, slope
         if need_x:
             gx[part] = g @ wt
@@ -399,6 +429,7 @@ def _second_order(
     x: Tensor,
     w: Tensor,
     labels: Tensor,
+    filling: Tensor | None,
     g_lse: Tensor,
     g_target: Tensor,
     ax: Tensor,
@@ -425,11 +456,11 @@ def _second_order(
         here = labels[part] >= 0
         share = here.to(dtype) * label_share if every_share else here
         c = _capped(xp @ we, cap)
-        p = c.softmax(-1)
+        p = _hidden(c, filling).softmax(-1)
         g = (p * g_lse[part, None]).scatter_add(-1, at, (g_target[part] * share)[:, None])
         if every_share:
             g = g + (g_target[part] * every_share)[:, None]
-        g_g = axp @ we + xp @ awe
+        g, g_g = _zeroed(g, filling), _zeroed(axp @ we + xp @ awe, filling)
         slope: Any = 1
         if cap is not None:
             slope = 1 - (c / cap).square()

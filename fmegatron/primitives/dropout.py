@@ -11,9 +11,13 @@ from fmegatron import random
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function
 from fmegatron.primitives._function import global_size, graph_wanted, sharded
+from fmegatron.rules import base
 
 # Stands for the size of a leading dim whose global positions are given. What it is changes no number.
 ANY_BATCH = 1 << 31
+# Stands for the length of a sequence, which a layout may fill up to one that it can cut: the bits of an element may not
+# depend on that. Longer sequences count as so many times longer ones.
+ANY_SEQ = 1 << 20
 
 
 def dropout(
@@ -51,6 +55,9 @@ def dropout(
         elif sharded(sh, name):
             shape[dim] = global_size(sh, name, x.shape[dim])
             index[dim] = sh.index(name, shape[dim], device=x.device)
+        if base(name) == "seq":
+            index[dim] = torch.arange(shape[dim], device=x.device) if index[dim] is None else index[dim]
+            shape[dim] = -(-shape[dim] // ANY_SEQ) * ANY_SEQ
 
     def drop(x: torch.Tensor) -> torch.Tensor:
         return _drop(x, rate, key, tuple(shape), tuple(index))

@@ -37,8 +37,8 @@ def _rows(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_held(table: torch.Tensor, tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The rows of the tokens that are among `ids` (consecutive global ids, one per row of this table), zeros for the
-    others."""
+    """The rows of the tokens that are among `ids` (consecutive global ids, one per row of this table, but for rows that
+    fill it up), zeros for the others."""
     local = tokens - ids[:1]
-    inside = (local >= 0) & (local < table.shape[0])
+    inside = (local >= 0) & (local < (ids >= 0).sum())
     return _rows(table, local.where(inside, 0)).masked_fill(~inside.unsqueeze(-1), 0)

@@ -50,6 +50,12 @@ def rms_norm(
             )
         if any(sharded(sh, name) for name in names[-n:]):
             mesh = sh.mesh
+            for name in names[-n:]:
+                if (size := sh.uneven_size(name)) is not None:
+                    raise UserError(
+                        f"rms_norm(dims={dims!r}): dim {name!r} of size {size} does not divide by the mesh axes "
+                        f"{', '.join(sh.axes(name))}, which a norm over it needs: choose a size or a mesh that divides"
+                    )
             axes = mesh.sorted([axis for name in names[-n:] for axis in sh.axes(name)])
 
     def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

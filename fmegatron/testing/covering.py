@@ -38,6 +38,7 @@ class Space:
     kv_heads: Mapping[str, int]
     remats: Sequence[str]
     contexts: Mapping[tuple[str, str], Sequence[str]]
+    odd: Sequence[bool] = (False, True)
 
     def draw(self, random: python_random.Random) -> Case:
         model = random.choice(list(self.meshes))
@@ -59,6 +60,7 @@ class Space:
             remat=random.choice(self.remats),
             packed=random.random() < 0.5,
             mask=random.choice(MASKS),
+            odd=random.choice(self.odd),
         )
         return Case(model, layout)
 
@@ -79,12 +81,18 @@ class Space:
             "remat": layout.remat,
             "packed": layout.packed,
             "mask": layout.mask,
+            "odd": layout.odd,
         }
         return found | options_of(case.model)
 
     def pairs(self) -> set[Pair]:
         """Every pair of values that some legal case has."""
-        free: dict[str, Sequence[Any]] = {"micro": MICROBATCHES, "remat": self.remats, "mask": MASKS}
+        free: dict[str, Sequence[Any]] = {
+            "micro": MICROBATCHES,
+            "remat": self.remats,
+            "mask": MASKS,
+            "odd": self.odd,
+        }
         found, seen = set[Pair](), set[Any]()
         for (a, xs), (b, ys) in itertools.combinations(free.items(), 2):
             found |= {pair((a, x), (b, y)) for x in xs for y in ys}
@@ -147,7 +155,8 @@ def space(models: Sequence[str], world: int, *, axes: Sequence[str] = AXES) -> S
                 ways_by_shape[shape, mesh] = contexts(program, mesh)
             ways[text, mesh] = ways_by_shape[shape, mesh]
     used = [a for a in axes if any(a in Layout(m).axes for legal in found.values() for m in legal)]
-    return Space(found, used, kv_heads, policies, ways)
+    odd = (False, True) if program_of(find_model(models[0])).fills_up else (False,)
+    return Space(found, used, kv_heads, policies, ways, odd)
 
 
 def cost(layout: Layout) -> float:

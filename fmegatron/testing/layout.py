@@ -35,6 +35,7 @@ class Layout:
     packed: each row is several documents.
     mask: which tokens count: all (full), unequally many a row (uneven), rows of unequal lengths (padded), or none in
         the first microbatch of the first rank (row).
+    odd: the batch has one row, and each row one token, less than the layout can cut into equal parts.
     rows, seq: of the global batch; None means the smallest that the layout can cut, with an uneven last microbatch.
     """
 
@@ -48,6 +49,7 @@ class Layout:
     context: str = "gather"
     packed: bool = False
     mask: str = "full"
+    odd: bool = False
     rows: int | None = None
     seq: int | None = None
 
@@ -103,7 +105,8 @@ class Layout:
         data, cp = self.size(*DATA), self.size("cp")
         cuts = cp * (self.size("tp") if self.sp else 1) * (1 + (cp > 1))  # twice for a zigzag order
         each = max(self.micro + (self.micro > 1), -(-3 // data))
-        return self.rows or data * each, self.seq or cuts * -(-6 // cuts)
+        rows, seq = data * each - self.odd, cuts * -(-6 // cuts) - self.odd
+        return self.rows or rows, self.seq or seq
 
     @classmethod
     def parse(cls, text: str) -> Layout:

@@ -17,6 +17,7 @@ from fmegatron.checking import infer_over
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.mesh import Mesh, make_mesh
+from fmegatron.padding import divisible_size
 from fmegatron.parallel.context import factoring
 from fmegatron.parallel.legality import check_layout
 from fmegatron.precision import Precision
@@ -27,6 +28,7 @@ from fmegatron.spec import init, params_of
 from fmegatron.testing.batches import make_batch
 from fmegatron.testing.layout import DATA, Layout
 
+WHOLE = ("kv", "group")  # dims whose parts are of one size on every layout
 NOISE = 0.3  # standard deviation of what is added to initial values, so that no norm or bias is trivially right
 
 
@@ -72,6 +74,11 @@ class Program:
     def has_remat(self) -> bool:
         """Can the layout's remat policy be given to the model, a dataclass with a field `save`?"""
         return dataclasses.is_dataclass(self.model) and any(f.name == "save" for f in dataclasses.fields(self.model))
+
+    @property
+    def fills_up(self) -> bool:
+        """May rows and tokens be added to the batch that do not count in the loss?"""
+        return self.batch is None
 
     def on(self, layout: Layout) -> Program:
         """The model with the layout's options that are its own."""
@@ -127,6 +134,7 @@ class Program:
             zero=layout.zero,
             store_optimizer=layout.state_axes,
             context=layout.context,
+            uneven={n: size for n, size in self.sizes.items() if n not in WHOLE},
         )
         known = {*self.sizes, *map(base, standard.activations)}
         rows = {n: row for n, row in standard.compute.items() if base(n) in known}
@@ -153,8 +161,8 @@ class Program:
             check_layout(
                 sh.mesh,
                 heads=self.heads(layout),
-                batch_size=rows,
-                seq_len=seq,
+                batch_size=divisible_size(rows, "batch", sh) if self.fills_up else rows,
+                seq_len=divisible_size(seq, "seq", sh) if self.fills_up else seq,
                 microbatches=layout.micro,
                 sequence_parallel=layout.sp,
                 store=layout.store_axes,

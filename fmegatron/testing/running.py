@@ -17,6 +17,7 @@ from fmegatron import optim, random, tree
 from fmegatron.errors import ShardingError
 from fmegatron.mesh import Mesh
 from fmegatron.optim import Optimizer, global_norm
+from fmegatron.padding import shard_batch
 from fmegatron.precision import Precision
 from fmegatron.sharding import Sharding
 from fmegatron.simulation import per_rank
@@ -86,8 +87,8 @@ def run(
     spec, here = inputs.spec, torch.device(device)
     params = sh.shard_params(tree.tree_map(lambda t: t.to(here), inputs.params), spec)
     batches = [
-        {n: sh.shard(x.to(here), program.dims_of(n, x)) for n, x in batch.items()}
-        for batch in inputs.batches[: job.steps]
+        shard_batch({n: x.to(here) for n, x in b.items()}, sh, dims={n: program.dims_of(n, x) for n, x in b.items()})
+        for b in inputs.batches[: job.steps]
     ]
     found: dict[str, Any] = {}
     if "init" in job.checks and program.params is None:

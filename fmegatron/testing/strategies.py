@@ -98,6 +98,7 @@ def layouts(
             context=draw(st.sampled_from(ways(mesh))),
             packed=draw(st.booleans()),
             mask=draw(st.sampled_from(list(masks))),
+            odd=program.fills_up and draw(st.booleans()),
         )
 
     known = meshes(program, world_size, axes=axes)
