@@ -11,16 +11,22 @@ tokens is not that, and its gradients are wrong for unequal masks: a bug that se
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from fmegatron import buckets
+from fmegatron.collectives import Step
 from fmegatron.context import Ctx
+from fmegatron.equations import parse_equation
 from fmegatron.errors import UserError
+from fmegatron.function import under_torch_func
 from fmegatron.grad import Trainable, as_at_rest, higher_order, scalar, to_local, trainable_leaves, unscaled
 from fmegatron.sharding import Sharding
 from fmegatron.tree import detached, is_tensor, leaves, like, named, tensors, tree_map
@@ -106,7 +112,7 @@ def accumulate(
         wanted, at_rest, batch = trainable_leaves(params, trainable), params, to_local(batch)
         params = to_local(params)
         composable = higher_order((params, batch))
-        late = spec is not None and not composable and _reduces_late(spec, ctx.sh, microbatches)
+        late = spec is not None and ctx.sh.mesh is not None and ctx.sh.check is None and not composable
         ctx = ctx.replace(sh=ctx.sh.delaying()) if late else ctx
         wide = dtype or ctx.sh.precision.reduce_dtype
         if enter is not None:
@@ -114,21 +120,21 @@ def accumulate(
         parts = cut_batch(batch, with_rows(ctx, batch), microbatches)
         known = None if weights is None else dict(weights(batch))
         scale = None if known is None else scales(known, ctx.sh)
-        add_up = _add_by_torch_func if composable else _add_in_place
-        sums = _Sums()
+        at_once = composable or ctx.sh.check is not None
+        sums = _Sums(ctx.sh, len(parts))
         grads: list[Any] = [None] * len(wanted)
         for number, (part, part_ctx) in enumerate(parts):
 
             def of(p: Any, part: Any = part, part_ctx: Ctx = part_ctx) -> tuple[torch.Tensor, dict[str, Any]]:
                 terms, stats = loss(p, part, part_ctx)
-                return evaluate(terms, stats, known, scale, ctx.sh, loss_scale)
+                return evaluate(terms, stats, known, scale, ctx.sh, loss_scale, at_once)
 
-            if not late:
-                sums.add(add_up(of, params, wanted, grads, wide))
+            if composable:
+                sums.add(_add_by_torch_func(of, params, wanted, grads, wide))
                 continue
-            reduce = ctx.sh.rules.zero == 2 or number == len(parts) - 1
-            with ctx.sh.others_refused():
-                sums.add(_add_in_place(of, params, wanted, grads, wide, (spec, ctx.sh) if reduce else None))
+            reduce = late and (ctx.sh.rules.zero == 2 or number == len(parts) - 1)
+            with ctx.sh.others_refused() if late else contextlib.nullcontext():
+                _add_in_place(of, sums.add, params, wanted, grads, wide, (spec, ctx.sh) if reduce else None)
         total, metrics, factor = sums.finish(scale)
         if factor is not None:
             for i, g in enumerate(grads):
@@ -148,12 +154,6 @@ def accumulate(
     return run
 
 
-def _reduces_late(spec: Any, sh: Sharding, microbatches: int) -> bool:
-    """Are gradients reduced once, behind all microbatches? (One alone reduces as it goes, beside its backward, if the
-    optimizer needs them no further cut.)"""
-    return sh.mesh is not None and sh.check is None and (microbatches > 1 or splits_state(spec, sh))
-
-
 def _like_state(grads: list[Any], at_rest: Any, spec: Any, sh: Sharding) -> Any:
     """Local gradients as a tree like the parameters, DTensors of the layout of the optimizer's state."""
     rows = zip(grads, leaves(at_rest), leaves(spec), strict=True)
@@ -163,19 +163,81 @@ def _like_state(grads: list[Any], at_rest: Any, spec: Any, sh: Sharding) -> Any:
     )
 
 
-Scales = dict[str, tuple[Any, Any]]
+class Scales(Mapping[str, tuple[Any, Any]]):
+    """{name: (weight of the global batch, coefficient ÷ weight)} as numbers or 0-d tensors.
 
-
-def scales(weights: Mapping[str, Weight], sh: Sharding) -> Scales:
-    """{name: (weight of the global batch, coefficient ÷ weight)} as numbers or 0-d tensors; needs no forward.
-
-    The second is 0 for a weight of 0.
+    The second is 0 for a weight of 0. The sums over ranks are under way from the start, and awaited at the first look.
     """
-    found = {}
-    for name, w in weights.items():
-        total = summed(w.items, w.dims, sh) if isinstance(w.items, torch.Tensor) else w.items
-        found[name] = total, reciprocal(total) * w.coefficient
-    return found
+
+    def __init__(self, weights: Mapping[str, Weight], sh: Sharding) -> None:
+        self.weights = weights
+        self.totals = _Reduced({n: _counted(w.items, w.dims, sh) for n, w in weights.items()}, sh)
+
+    @functools.cached_property
+    def found(self) -> dict[str, tuple[Any, Any]]:
+        totals = self.totals.finish()
+        return {n: (totals[n], reciprocal(totals[n]) * w.coefficient) for n, w in self.weights.items()}
+
+    def __getitem__(self, name: str) -> tuple[Any, Any]:
+        return self.found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def scales(weights: Mapping[str, Weight], sh: Sharding) -> Mapping[str, tuple[Any, Any]]:
+    """{name: (weight of the global batch, coefficient ÷ weight)}; needs no forward (see `Scales`)."""
+    return Scales(weights, sh)
+
+
+@dataclass(frozen=True)
+class _Summand:
+    """This rank's summand of a sum, and the arrows to the sum. In a tree it is one leaf."""
+
+    x: Any
+    steps: tuple[Step, ...] = ()
+
+
+def _counted(items: Any, dims: str, sh: Sharding) -> _Summand:
+    """What `summed` sums, as far as this rank can."""
+    if not isinstance(items, torch.Tensor):
+        return _Summand(items)
+    if sh.mesh is None or sh.check is not None or under_torch_func() or (not dims and not items.dim()):
+        return _Summand(summed(items, dims, sh))
+    items = items.long() if items.dtype == torch.bool else items
+    return _Summand(*_local_sum(items, dims if "->" in dims else f"{dims} ->", sh))
+
+
+def _local_sum(x: torch.Tensor, equation: str, sh: Sharding) -> tuple[torch.Tensor, tuple[Step, ...]]:
+    """`sh.sum` without its arrows, and these; where they are no mere all-reduce, all of it."""
+    steps = sh._plan(("sum", equation), sh._plan_contraction, equation, 1)[0]
+    if any(step.kind != "P>I" for step in steps):
+        return sh.sum(x, equation), ()
+    parsed, gone = parse_equation(equation, 1), sh._reduced_dims(x, equation)
+    x = sh._without_filling(x, parsed.inputs[0].dims, parsed.output.dims)
+    return (x.sum(gone) if gone else x), steps
+
+
+class _Reduced:
+    """A tree of `_Summand`s whose sums over ranks are under way, in one collective per axes and dtype."""
+
+    def __init__(self, values: Any, sh: Sharding) -> None:
+        self.values, flat = values, leaves(values)
+        self.rows = [i for i, t in enumerate(flat) if isinstance(t, _Summand) and t.steps]
+        self.moving = None
+        if self.rows and sh.mesh is not None:
+            self.moving = buckets.start(sh.mesh, [flat[i].x for i in self.rows], [flat[i].steps for i in self.rows])
+
+    def finish(self) -> Any:
+        """The sums, when they have arrived."""
+        out = [t.x if isinstance(t, _Summand) else t for t in leaves(self.values)]
+        if self.moving is not None:
+            for i, x in zip(self.rows, self.moving.finish(), strict=True):
+                out[i] = x
+        return like(self.values, out)
 
 
 def reciprocal(w: Any) -> Any:
@@ -199,19 +261,29 @@ def evaluate(
     terms: Any,
     stats: Any,
     known: Mapping[str, Weight] | None,
-    scale: Scales | None,
+    scale: Mapping[str, tuple[Any, Any]] | None,
     sh: Sharding,
     loss_scale: float | None = None,
+    at_once: bool = True,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """(what to differentiate, sums) of one microbatch. loss_scale multiplies the first alone."""
+    """(what to differentiate, sums) of one microbatch. loss_scale multiplies the first alone.
+
+    at_once: sums are over all ranks. If not, the first is this rank's summand, whose gradient is the same (that of an
+    Invariant sum is nothing but handed on), and the second has `_Summand`s.
+    """
+
+    def over(items: torch.Tensor, dims: str) -> _Summand:
+        return _Summand(summed(items, dims, sh)) if at_once else _counted(items, dims, sh)
+
     if isinstance(terms, Term):
         terms = {next(iter(known)) if known and len(known) == 1 else "loss": terms}
     if not isinstance(terms, Mapping) or not terms or not all(isinstance(t, Term) for t in terms.values()):
         raise UserError(
             f"a loss must return (terms, stats) with terms a Term or a dict of Terms, not {type(terms).__name__}"
         )
-    sums = {name: summed(t.items, t.dims, sh) for name, t in terms.items()}
-    aux = {"sums": sums, "stats": tree_map(lambda t: summed(t.items, t.dims, sh) if isinstance(t, Term) else t, stats)}
+    found = {name: over(t.items, t.dims) for name, t in terms.items()}
+    sums = {name: s.x for name, s in found.items()}
+    aux = {"sums": found, "stats": tree_map(lambda t: over(t.items, t.dims) if isinstance(t, Term) else t, stats)}
     if known is None or scale is None:
         (term,) = terms.values() if len(terms) == 1 else (None,)
         if term is None or term.weight is None:
@@ -219,7 +291,7 @@ def evaluate(
                 f"a loss with the terms {', '.join(terms)} needs weights=…, a function of the batch that gives each "
                 "term's Weight (only a loss of one Term with a weight of its own can do without)"
             )
-        aux["weight"] = summed(term.weight, term.dims, sh)
+        aux["weight"] = over(term.weight, term.dims)
         value = next(iter(sums.values()))
         value = value if loss_scale is None else scaled(value, 1.0, loss_scale)
     else:
@@ -230,6 +302,8 @@ def evaluate(
             )
         parts = [scaled(s, scale[name][1], loss_scale) for name, s in sums.items()]
         value = sum(parts[1:], start=parts[0])
+    if at_once:
+        aux = tree_map(lambda t: t.x if isinstance(t, _Summand) else t, aux)
     return scalar(value), aux
 
 
@@ -248,24 +322,35 @@ def as_factor(c: Any, of: torch.Tensor) -> Any:
 
 
 class _Sums:
-    """Sums over microbatches, and what they give in the end."""
+    """Sums over microbatches, and what they give in the end. They go over the ranks with the last microbatch, beside its
+    backward."""
 
-    def __init__(self) -> None:
-        self.total: dict[str, Any] | None = None
+    def __init__(self, sh: Sharding, microbatches: int) -> None:
+        self.sh, self.left = sh, microbatches
+        self.total: Any = None
 
     def add(self, aux: dict[str, Any]) -> None:
         if self.total is None:
             self.total = aux
-            return
-        pairs = zip(leaves(self.total), leaves(aux), strict=True)
-        self.total = like(aux, [a + b if is_tensor(a) else b for a, b in pairs])
+        else:
+            pairs = zip(leaves(self.total), leaves(aux), strict=True)
+            self.total = like(aux, [self._both(a, b) for a, b in pairs])
+        self.left -= 1
+        if not self.left:
+            self.total = _Reduced(self.total, self.sh)
 
-    def finish(self, scale: Scales | None) -> tuple[torch.Tensor, dict[str, Any], Any]:
+    @staticmethod
+    def _both(a: Any, b: Any) -> Any:
+        if isinstance(a, _Summand):
+            return _Summand(a.x + b.x, b.steps)
+        return a + b if is_tensor(a) else b
+
+    def finish(self, scale: Mapping[str, tuple[Any, Any]] | None) -> tuple[torch.Tensor, dict[str, Any], Any]:
         """(value of the loss, metrics, by what the gradients are still to be multiplied or None)."""
-        assert self.total is not None
-        sums, stats, factor = self.total["sums"], self.total["stats"], None
+        found = self.total.finish()
+        sums, stats, factor = found["sums"], found["stats"], None
         if scale is None:
-            (name,), weight = sums, self.total["weight"]
+            (name,), weight = sums, found["weight"]
             factor = reciprocal(weight)
             scale = {name: (weight, factor)}
         parts = [s * as_factor(scale[name][1], s) for name, s in sums.items()]
@@ -277,13 +362,14 @@ class _Sums:
 
 def _add_in_place(
     of: Callable,
+    add_sums: Callable[[Any], None],
     params: Any,
     wanted: list[bool],
     grads: list[Any],
     dtype: torch.dtype,
     reduce: tuple[Any, Sharding] | None = None,
-) -> dict[str, Any]:
-    """Adds of's gradients to `grads`, each leaf's as soon as the backward has it.
+) -> None:
+    """Adds of's gradients to `grads`, each leaf's as soon as the backward has it; and first its sums by `add_sums`.
 
     reduce: (spec, sh): take them on to the layout of the optimizer's state: the sums so far and these (in the last
     microbatch), or with ZeRO-2 these, which are then added to the sums, which are there already.
@@ -293,6 +379,8 @@ def _add_in_place(
     inputs = [t.requires_grad_() for t, w in zip(flat, wanted, strict=True) if w]
     with torch.enable_grad():
         value, aux = of(like(params, flat))
+    add_sums(tree_map(_cut_off, aux))
+    del aux
     seen = [False] * len(flat)
 
     def add(i: int, g: Any) -> None:
@@ -329,8 +417,14 @@ def _add_in_place(
             elif grads[i] is None:
                 grads[i] = zeros
     if reducer is not None:
-        reducer.wait()
-    return detached(aux)
+        reducer.finish()
+
+
+def _cut_off(t: Any) -> Any:
+    """A leaf without its graph."""
+    if isinstance(t, _Summand):
+        return _Summand(_cut_off(t.x), t.steps)
+    return t.detach() if is_tensor(t) else t
 
 
 def _add_by_torch_func(

@@ -12,6 +12,7 @@ from fmegatron.launch import init_distributed as join_processes
 from fmegatron.launch import is_first_process
 from fmegatron.loss_scale import LossScale, LossScaling, dynamic_loss_scale, static_loss_scale
 from fmegatron.mesh import Mesh, make_mesh
+from fmegatron.padding import shard_batch
 from fmegatron.placements import Invariant, Partial, Replicate, Shard
 from fmegatron.precision import Precision
 from fmegatron.random import Key, fold_in, key
@@ -72,6 +73,7 @@ __all__ = [
     "random",
     "remat",
     "schedules",
+    "shard_batch",
     "simulate",
     "split",
     "split_key",

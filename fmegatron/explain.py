@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 from fmegatron.collectives import COST, Step, dual
-from fmegatron.equations import Side, parse_equation
+from fmegatron.equations import Equation, Side, parse_equation
 from fmegatron.layout import Layout, contraction_plan, held, reshape_plan
+from fmegatron.overlap import entering
 from fmegatron.placements import placement_of
 from fmegatron.rules import base
 
@@ -18,13 +19,21 @@ def explain(sh: Any, equation: str, sizes: dict[str, int]) -> str:
     parsed = parse_equation(equation, operands)
     if sh.mesh is None:
         return f"{equation}\n  no mesh: plain mathematics on one device"
-    same = operands == 1 and [base(n) for n in parsed.inputs[0].dims] == [base(n) for n in parsed.output.dims]
+    parts = entering(parsed) if operands == 2 else None
+    if parts is not None:  # two equations in one
+        return "\n".join([equation, *(_explained(sh, part, sizes) for part in parts)])
+    return f"{equation}\n{_explained(sh, parsed, sizes)}"
+
+
+def _explained(sh: Any, parsed: Equation, sizes: dict[str, int]) -> str:
+    """What is said of an arrow or a product."""
+    same = len(parsed.inputs) == 1 and [base(n) for n in parsed.inputs[0].dims] == [base(n) for n in parsed.output.dims]
     if same:
         steps, source, target = reshape_plan(parsed, sh.mesh, sh.rules)
         operand_types, raw = [source], source
     else:
         steps, operand_types, raw, target = contraction_plan(parsed, sh.mesh, sh.rules)
-    lines = [equation]
+    lines = []
     for side, types in zip(parsed.inputs, operand_types, strict=True):
         lines.append(f"  operand {str(side)!r}: {_placed(sh, types)}{_shape(sh, side, types, sizes)}")
     if not same:

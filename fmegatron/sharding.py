@@ -29,6 +29,7 @@ from fmegatron.equations import Side, einsum_of, parse_equation, parse_side
 from fmegatron.errors import ShardingError
 from fmegatron.function import apply_function
 from fmegatron.mesh import Mesh, everywhere
+from fmegatron.overlap import check_overlap, overlapped, plan_of
 from fmegatron.placements import Invariant, Placement, Replicate, Type, placement_of, type_of
 from fmegatron.precision import Precision
 from fmegatron.product import product
@@ -118,12 +119,22 @@ class Sharding:
             )
         return self._moved(x, steps, source, target, equation)
 
-    def dot(self, x: torch.Tensor, w: torch.Tensor, equation: str, *, name: str = "dot") -> torch.Tensor:
+    def dot(
+        self, x: torch.Tensor, w: torch.Tensor, equation: str, *, name: str = "dot", overlap: int = 0
+    ) -> torch.Tensor:
         """The product of two values over named dims: sh.dot(x, w, "batch seq embed, embed mlp -> batch seq mlp").
 
         A contraction over a sharded dim is summed before it returns: by reduce-scatter where an output dim takes the
-        axis, else by all-reduce. `name` is what `remat` policies call this computation.
+        axis, else by all-reduce. x may still be in the layout between regions, which a `*` marks: then it first enters
+        the region of the dims that w brings, so that "batch seq* embed, embed mlp -> batch seq mlp" is sh(x, "batch
+        seq* embed -> batch seq embed | mlp") and its product in one.
+
+        name: what `remat` policies call this computation. overlap: cut it into as many chunks, so that the gather of x
+        or the sum of the result runs beside the product (see fmegatron.overlap): the same elements, to the rounding
+        of a product of fewer rows. 0: whole. Where fewer chunks divide batch or sequence, it is as many as do.
         """
+        if overlap != 0:
+            check_overlap(overlap, equation)
         parsed = parse_equation(equation, 2)
         for value, side in zip((x, w), parsed.inputs, strict=True):
             if value.ndim != len(side.dims):
@@ -132,12 +143,17 @@ class Sharding:
                 )
         if self.mesh is None:
             return product(x, w, einsum_of(parsed), tape=self.tape, name=name)
-        steps, lays, raw, target = self._plan(("dot", equation), self._plan_contraction, equation, 2)
+        plan = self._plan(("dot", equation, overlap), plan_of, parsed, self.mesh, self.rules, overlap)
         x = self._without_filling(x, parsed.inputs[0].dims, parsed.output.dims)
+        if plan.call is not None and self.check is None:
+            return overlapped(x, w, plan.call, tape=self.tape, name=name)
+        if plan.enter is not None:
+            steps, source, target = plan.enter
+            x = self._moved(x, steps, source, target, equation)
         with self._unchecked():
             y = product(x, w, einsum_of(parsed), tape=self.tape, name=name)
-            y = self._run(y, steps)
-        return self.check.equation((x, w), lays, y, raw, target, equation) if self.check else y
+            y = self._run(y, plan.steps)
+        return self.check.equation((x, w), plan.lays, y, plan.raw, plan.target, equation) if self.check else y
 
     def sum(self, x: torch.Tensor, equation: str) -> torch.Tensor:
         """The sum over the dims that the output lacks, over all ranks that hold them: sh.sum(x, "batch seq ->")."""

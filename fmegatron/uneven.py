@@ -8,8 +8,6 @@ and *laid out* where all parts stand one after the other, each filled up.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -17,7 +15,6 @@ from torch.nn import functional
 NOTHING = -1  # the global position of what fills up a part
 
 
-@functools.cache
 def parts(n: int, counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """(start, size) of every part of a dim of size n that axes of some sizes cut in turn, the major one first."""
     found = [(0, n)]
@@ -32,7 +29,9 @@ def parts(n: int, counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 def largest(n: int, counts: tuple[int, ...]) -> int:
     """The size of the largest part, which is what each rank holds in equations."""
-    return parts(n, counts)[0][1]
+    for count in counts:
+        n = -(-n // count)
+    return n
 
 
 def positions(n: int, counts: tuple[int, ...], device: torch.device) -> Tensor:

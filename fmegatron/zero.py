@@ -16,9 +16,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fmegatron import buckets, tree
-from fmegatron.collectives import Move
+from fmegatron.collectives import COST, Move
 from fmegatron.errors import UserError
-from fmegatron.function import apply_function
+from fmegatron.function import apply_function, under_torch_func
 from fmegatron.optim import leaves
 from fmegatron.optim.core import Optimizer
 from fmegatron.sharding import NO_CAST, Sharding
@@ -26,6 +26,8 @@ from fmegatron.spec import Param, params_of
 
 # Elements of the leaves that go together outside the layers: two such buckets are under way at a time.
 BUCKET = 1 << 25
+# Elements up to which the gradient of a leaf outside the layers waits for others to go with.
+SMALL = 1 << 20
 
 
 def with_sharded_state(optimizer: Optimizer, spec: Any, sh: Sharding) -> Optimizer:
@@ -106,41 +108,165 @@ def cut_like_state(grads: Sequence[Any], params: Sequence[Param], sh: Sharding) 
 class Reducer:
     """Takes `delayed` gradients to the layout of the optimizer's state while a backward makes them.
 
-    Those of a layer go together as soon as it has all of them, and are waited for when the next layer has its own. take:
-    (number of the leaf, reduced gradient), called for every leaf.
+    Those of a layer go together as soon as it has all of them, and are waited for when the next layer has its own. A
+    large leaf outside the layers goes alone and at once; a small one, such as the last norm, with the next that go.
+    take: (number of the leaf, reduced gradient), called for every leaf.
     """
 
     def __init__(self, spec: Any, wanted: Sequence[bool], sh: Sharding, take: Callable[[int, Any], None]) -> None:
         self.params, self.sh, self.take = tree.leaves(spec), sh, take
-        self.group = [_layer_of(path) for path in tree.paths(spec)]
-        self.missing = Counter(g for g, w in zip(self.group, wanted, strict=True) if w)
+        self.layer = [_layer_of(path) for path in tree.paths(spec)]
+        self.missing = Counter(layer for layer, w in zip(self.layer, wanted, strict=True) if w)
         self.open: dict[str, list[tuple[int, Any]]] = {}
+        self.small: list[tuple[int, Any]] = []
         self.started: list[tuple[list[int], Callable[[], list[Any]]]] = []
 
     def add(self, i: int, g: Any) -> None:
         """The gradient of leaf i, which must come once."""
-        group = self.group[i]
-        self.open.setdefault(group, []).append((i, g))
-        self.missing[group] -= 1
-        if self.missing[group]:
+        layer = self.layer[i]
+        if layer is None:
+            self.small.append((i, g))
+            if self.params[i].numel > SMALL:
+                self._start()
             return
-        self.wait()
-        members, xs = zip(*self.open.pop(group), strict=True)
+        self.open.setdefault(layer, []).append((i, g))
         del g
+        self.missing[layer] -= 1
+        if not self.missing[layer]:
+            self.wait()
+            self._start(self.open.pop(layer))
+
+    def _start(self, more: Sequence[tuple[int, Any]] = ()) -> None:
+        members, xs = zip(*self.small, *more, strict=True)
+        self.small = []
         self.started.append((list(members), moving(xs, [self.params[i] for i in members], self.sh, "settle")))
 
     def wait(self) -> None:
         """Waits for all that is under way."""
         while self.started:
-            members, arrive = self.started.pop()
+            members, arrive = self.started.pop(0)
             for i, x in zip(members, arrive(), strict=True):
                 self.take(i, x)
 
+    def finish(self) -> None:
+        """Waits for all there is, once the last gradient has come."""
+        if self.small:
+            self._start()
+        self.wait()
 
-def _layer_of(path: str) -> str:
-    """What is reduced together: the leaves of a layer, whose index is in the path; any other leaf by itself."""
+
+def _layer_of(path: str) -> str | None:
+    """The layer of a leaf, whose index is in the path; None for a leaf outside the layers."""
     parts = path.split(".")
-    return next((".".join(parts[: n + 1]) for n, part in enumerate(parts) if part.isdigit()), path)
+    return next((".".join(parts[: n + 1]) for n, part in enumerate(parts) if part.isdigit()), None)
+
+
+class Ahead:
+    """Parameters outside the layers, gathered before they are used: `sh.use` in two parts.
+
+        last = Ahead({"head": params["head"]}, {"head": spec["head"]}, ctx.sh)
+        x = layers(params["layers"], x, ctx, then=last.begin)         # gathered while the last block runs
+        table = last()["head"]
+
+    params, spec: trees of one structure; all leaves go in one collective per axes and dtype. What `begin` begins in the
+    forward is awaited, the other way round, in the backward: gradients begin to be reduced when the backward has left
+    their use, and are awaited when it is back where `begin` was called. Without a call of `begin`, calling the object
+    begins too. Nothing gathered is kept here, nor for the backward but by what computes with it. Once per object.
+    """
+
+    def __init__(self, params: Any, spec: Any, sh: Sharding) -> None:
+        self.params, self.spec, self.sh = params, spec, sh
+        self.rows: list[Param] = []
+        self.arrive: Callable[[], list[Any]] | None = None
+        self.reduced: Callable[[], list[Any]] | None = None
+
+    def begin(self) -> None:
+        """Begins to gather, unless that has begun or costs nothing."""
+        params = tree.leaves(self.spec)
+        if self.rows or not self._costs(params):
+            return
+        flat = [leaves.local_of(t) for t in tree.leaves(self.params)]
+        self.rows = params
+        if torch.is_grad_enabled() and any(t.requires_grad for t in flat):
+            flat = list(apply_function(Awaited, self._awaited, *flat))
+        self.params = tree.like(self.params, flat)
+        self.arrive = moving(flat, params, self.sh, "enter")
+
+    def __call__(self) -> Any:
+        """The values that equations read, as a tree like params."""
+        self.begin()
+        if not self.rows:
+            return self.sh.use(self.params, self.spec)
+        return tree.like(self.params, list(apply_function(_Used, self, *tree.leaves(self.params))))
+
+    def _costs(self, params: Sequence[Param]) -> bool:
+        sh = self.sh
+        if sh.mesh is None or sh.check is not None or under_torch_func() or torch.compiler.is_compiling():
+            return False
+        if sh._plans.get("delayed") and not sh.delayed:  # which `use` refuses
+            return False
+        return all(map(tree.is_float, tree.leaves(self.params))) and _collective(params, sh)
+
+    def _awaited(self) -> list[Any] | None:
+        reduced, self.reduced = self.reduced, None
+        return None if reduced is None else reduced()
+
+
+class Awaited(torch.autograd.Function):
+    """The identity. Its backward waits for gradients that are under way: wait() -> those of all values, or None where
+    they have come by the graph. Autograd runs, of all that it can, what was made last; so they are awaited when it is
+    back where this was called."""
+
+    @staticmethod
+    def forward(wait: Callable[[], list[Any] | None], *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.wait = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Any) -> Any:
+        found = ctx.wait()
+        return None, *(gs if found is None else found)
+
+
+class _Used(torch.autograd.Function):
+    """The values that `Ahead` gathers, of its leaves at rest. The backward begins to reduce their gradients, and gives
+    what stands for them until they are awaited; where it is itself differentiated, it gives them."""
+
+    @staticmethod
+    def forward(ahead: Ahead, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        assert ahead.arrive is not None
+        arrive, ahead.arrive = ahead.arrive, None
+        return tuple(y.view_as(y) for y in arrive())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.ahead = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gs: torch.Tensor) -> Any:
+        ahead, stored = ctx.ahead, ctx.saved_tensors
+        sh, rows = ahead.sh, ahead.rows
+        if torch.is_grad_enabled():
+            moved = zip(gs, stored, rows, strict=True)
+            return None, *(
+                apply_function(
+                    Move, g, sh.mesh, sh.steps_of(p, "leave"), (sh.reduce_dtype(p), x.dtype, sh.compute_dtype(p))
+                )
+                for g, x, p in moved
+            )
+        ahead.reduced = moving(gs, rows, sh, "leave")
+        return None, *(x.detach() for x in stored)
+
+
+def _collective(params: Sequence[Param], sh: Sharding) -> bool:
+    """Does it take a collective to read these, or to bring back their gradients?"""
+    steps = [step for p in params for what in ("enter", "leave") for step in sh.steps_of(p, what)]
+    return any(COST[step.kind] not in ("nothing", "slice") for step in steps)
 
 
 def _in_buckets_moved(xs: list[Any], params: list[Param], sh: Sharding, what: str) -> Iterator[tuple[int, Any]]:

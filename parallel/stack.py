@@ -2,7 +2,8 @@
 
 `stack` is where ZeRO-3 (FSDP) lives: a layer's parameters are gathered one layer before it runs, forward and
 backward, and dropped behind it; its gradients are reduced to their owners behind its backward. Blocks receive
-gathered parameters and know nothing of it.
+gathered parameters and know nothing of it. Each layer is a node of autograd's graph of its own, so that gradients reach
+the leaves, and whoever waits for them there, while the backward goes on.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
-from fmegatron.function import linear_map, under_torch_func
+from fmegatron.function import apply_function, linear_map, under_torch_func
 from fmegatron.random import fold_in, to_tensor
 from fmegatron.remat import joined, remat
 from fmegatron.sharding import Sharding
 from fmegatron.split import Split, everything, split, uncompiled
 from fmegatron.tree import add, is_float, leaves, like, structure, tree_map, unflatten
-from fmegatron.zero import moving
+from fmegatron.zero import Awaited, moving
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,14 @@ class Store:
     `gather(params, index) -> started` begins to gather one layer's parameters, `reduce(gradients, index) -> started`
     to reduce its gradients into the layout at rest, and `wait(started) -> tree` ends either. None are leaves.
     `use(params, index)` is both together as one differentiable function, for torch.func; by default it is made of the
-    others.
+    others. `reduces(index)`: does the reduction of a layer take time? If not, it is awaited at once.
     """
 
     gather: Callable[[Any, int], Any]
     reduce: Callable[[Any, int], Any]
     wait: Callable[[Any], Any] = lambda started: started
     use: Callable[[Any, int], Any] | None = None
+    reduces: Callable[[int], bool] = lambda index: True
 
     def differentiable(self, params: Any, index: int) -> Any:
         """The gathered parameters as a function that can be differentiated any number of times."""
@@ -85,7 +87,10 @@ def sharded_store(sh: Sharding, spec: Mapping[int, Any]) -> Store:
     def use(values: Any, index: int) -> Any:
         return tree_map(lambda t, param: sh.use(t, param) if is_float(t) else t, values, spec[index])
 
-    return Store(gather=begin("enter"), reduce=begin("leave"), wait=lambda started: started(), use=use)
+    def reduces(index: int) -> bool:
+        return any(sh.steps_of(param, "leave") for param in leaves(spec[index]))
+
+    return Store(begin("enter"), begin("leave"), lambda started: started(), use, reduces)
 
 
 def _used_as_stored(sh: Sharding, spec: Mapping[int, Any]) -> bool:
@@ -93,9 +98,7 @@ def _used_as_stored(sh: Sharding, spec: Mapping[int, Any]) -> bool:
     cast = sh.precision.compute_dtype != sh.precision.params
     if sh.mesh is None or not sh.delayed:
         return sh.mesh is None and not cast
-    if cast and sh.rules.zero != 2:  # (with ZeRO-2, casts that stay alive cost less than whole gradients would)
-        return False
-    return not any(sh.steps_of(p, "enter") for p in leaves(spec))
+    return not cast and not any(sh.steps_of(p, "enter") for p in leaves(spec))
 
 
 def stack(
@@ -108,10 +111,12 @@ def stack(
     store: Store | Callable[[Ctx], Store | None] | None = None,
     context: Callable[[Ctx, int], Ctx] | None = None,
 ) -> Callable:
-    """f(layers, carry, ctx) -> carry: block(params, carry, ctx) for every layer in turn.
+    """f(layers, carry, ctx, then=None) -> carry: block(params, carry, ctx) for every layer in turn.
 
     layers is {index: params}, run in the order of the indices. A layer's ctx has its index in `layer` and its own key,
-    folded from ctx.key by that index.
+    folded from ctx.key by that index. carry may be a function without arguments that makes it: it is called when the
+    first layers' parameters are being gathered. then() is called before the last layer runs, such as
+    `fmegatron.zero.Ahead.begin` of the parameters that are read behind it.
 
     spec: {index: spec tree}: the layers' parameters rest as ctx.sh lays these out; they are cast and gathered layer
         by layer, and their gradients reduced. Without it blocks get the parameters as they are.
@@ -144,15 +149,13 @@ def stack(
         ctx = ctx.replace(layer=index, key=key)
         return ctx if context is None else context(ctx, index)
 
-    def plain(layers: Mapping[int, Any], carry: Any, ctx: Ctx) -> Any:
+    def plain(layers: Mapping[int, Any], carry: Any, ctx: Ctx, then: Callable[[], None] | None = None) -> Any:
         own = store_of(ctx)
-        if own is not None and not under_torch_func() and not torch.is_grad_enabled() and ctx.sh.check is None:
-            for _, p, index in _ahead(parts(layers), own):
-                carry = body(p, carry, layer_ctx(ctx, index))
-                del p  # before the next one is waited for
-            return carry
         layer = uncompiled(block) if under_torch_func() and save is everything else body
-        for index in sorted(layers):
+        carry, order = carry() if callable(carry) else carry, sorted(layers)
+        for index in order:
+            if index == order[-1] and then is not None:
+                then()
             p = layers[index] if own is None else own.differentiable(layers[index], index)
             carry = layer(p, carry, layer_ctx(ctx, index))
         return carry
@@ -164,14 +167,22 @@ def stack(
         return dict(zip(sorted(layers), grads, strict=True))
 
     halves = split(body, hidden=spec is not None or store is not None)
-    whole = joined(_in_turn(parts, place, layer_ctx, store_of, free), plain)
 
-    def f(layers: Mapping[int, Any], carry: Any, ctx: Ctx) -> Any:
-        if ctx.sh.check is not None or store_of(ctx) is None or (spec is not None and _used_as_stored(ctx.sh, spec)):
-            return plain(layers, carry, ctx)
-        return whole(layers, carry, ctx)
+    def f(layers: Mapping[int, Any], carry: Any, ctx: Ctx, then: Callable[[], None] | None = None) -> Any:
+        own = store_of(ctx)
+        stored = own is None or (spec is not None and _used_as_stored(ctx.sh, spec))
+        if own is None or stored or ctx.sh.check is not None or under_torch_func():
+            return plain(layers, carry, ctx, then)
 
-    f.split = whole.split  # type: ignore[attr-defined]
+        def alone(p: Any, x: Any, ctx: Ctx) -> Any:
+            assert ctx.layer is not None
+            layer = uncompiled(block) if save is everything else body
+            return layer(own.differentiable(p, ctx.layer), x, ctx)
+
+        run = _Layers([(layers[index], index) for index in sorted(layers)], own, halves, body, alone, free)
+        return run(carry, lambda index: layer_ctx(ctx, index), then)
+
+    f.split = _in_turn(parts, place, layer_ctx, store_of, free)  # type: ignore[attr-defined]
     return f
 
 
@@ -212,6 +223,113 @@ def compiled(block: Callable, options: Mapping[str, Any]) -> Callable:
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 64)
     return torch.compile(block, **{"fullgraph": True, **options})
+
+
+class _Layers:
+    """Layers run in turn, each a node of the graph, and what these nodes have in common: what is under way.
+
+    layers: [(parameters at rest, index)]. body(params, x, ctx): a layer; halves: its split; alone(params at rest, x,
+    ctx): a layer with its gather as a function that can be differentiated any number of times.
+    """
+
+    def __init__(
+        self,
+        layers: list[tuple[Any, int]],
+        store: Store,
+        halves: Split,
+        body: Callable,
+        alone: Callable[[Any, Any, Ctx], Any],
+        free: bool,
+    ) -> None:
+        self.layers, self.store, self.halves, self.body, self.alone, self.free = (
+            layers,
+            store,
+            halves,
+            body,
+            alone,
+            free,
+        )
+        self.gathers: dict[int, Any] = {}  # under way
+        self.full: dict[int, Any] = {}  # gathered parameters that are kept for the backward
+        self.backwards: set[int] = set()  # layers whose backward is to come
+        self.reductions: dict[int, Any] = {}  # under way,
+        self.reduced: dict[int, Any] = {}  # and at their end
+
+    def __call__(self, x: Any, ctx_of: Callable[[int], Ctx], then: Callable[[], None] | None) -> Any:
+        at_rest = [self.begin(n) for n in range(min(2, len(self.layers)))]
+        x = x() if callable(x) else x
+        for n, (_, index) in enumerate(self.layers):
+            if n and n + 1 < len(self.layers):
+                at_rest.append(self.begin(n + 1))
+            if n + 1 == len(self.layers) and then is not None:
+                then()
+            x = self.node(n)(at_rest[n], x, ctx_of(index))
+        return x
+
+    def begin(self, n: int) -> Any:
+        """Begins to gather a layer's parameters: as they rest, behind a node where their gradients are awaited."""
+        p, index = self.layers[n]
+        with torch.no_grad():
+            self.gathers[n] = self.store.gather(p, index)
+        flat = leaves(p)
+        rows = [i for i, t in enumerate(flat) if is_float(t) and t.requires_grad]
+        if not rows or not torch.is_grad_enabled() or not self.store.reduces(index):
+            return p
+
+        def awaited() -> list[Any] | None:
+            self.settle(n)
+            found = self.reduced.pop(n, None)
+            return None if found is None else [leaves(found)[i] for i in rows]
+
+        for i, t in zip(rows, apply_function(Awaited, awaited, *(flat[i] for i in rows)), strict=True):
+            flat[i] = t
+        return like(p, flat)
+
+    def node(self, n: int) -> Callable[[Any, Any, Ctx], Any]:
+        """A layer as a function of its parameters at rest, its input and its context."""
+        index = self.layers[n][1]
+
+        def forward(p: Any, x: Any, ctx: Ctx, joint: bool, trainable: Any) -> tuple[Any, Any]:
+            q = self.store.wait(self.gathers.pop(n))
+            self.backwards.add(n)
+            if not self.free:
+                self.full[n] = q
+            return self.halves.forward(q, x, ctx, joint, trainable)
+
+        def backward(residual: Any, g: Any, p: Any) -> tuple[Any, Any]:
+            q = self.again(n)
+            g, own = self.halves.backward(residual, g, q)
+            del q
+            self.settle(*self.reductions)
+            if not self.store.reduces(index):
+                return g, self.store.wait(self.store.reduce(own, index))
+            wanted = [t is not None for t in leaves(own)]
+            self.reductions[n] = self.store.reduce(own, index)
+            # what stands for gradients under way; those themselves come where they are awaited
+            return g, like(p, [t.detach() if w else None for t, w in zip(leaves(p), wanted, strict=True)])
+
+        def plain(p: Any, x: Any, ctx: Ctx) -> Any:
+            if under_torch_func():
+                return self.alone(p, x, ctx)
+            return self.body(self.store.wait(self.gathers.pop(n)), x, ctx)
+
+        return joined(Split(forward, backward, self.halves.backward_input, self.halves.backward_weight), plain)
+
+    def again(self, n: int) -> Any:
+        """A layer's gathered parameters for its backward; those of the layer before begin to be gathered."""
+        self.backwards.discard(n)
+        if n in self.full:
+            return self.full.pop(n)
+        for m in (n, n - 1):
+            if m not in self.gathers and (m == n or m in self.backwards):
+                self.gathers[m] = self.store.gather(*self.layers[m])
+        return self.store.wait(self.gathers.pop(n))
+
+    def settle(self, *some: int) -> None:
+        """Waits for the gradients of some layers, if they are under way."""
+        for n in some:
+            if n in self.reductions:
+                self.reduced[n] = self.store.wait(self.reductions.pop(n))
 
 
 @dataclass
