@@ -16,7 +16,6 @@ import torch
 from fmegatron import random
 from fmegatron.config import TrainConfig
 from fmegatron.data import TokenDataset, eval_batches
-from fmegatron.errors import UserError
 from fmegatron.job_model import (
     export_problem,
     ignored_fields,
@@ -29,7 +28,7 @@ from fmegatron.mesh import Mesh, make_mesh, parse_axes
 from fmegatron.models import Decoder, DecoderConfig, load_hf
 from fmegatron.optim import Optimizer
 from fmegatron.parallel.context import factoring
-from fmegatron.parallel.legality import check_layout
+from fmegatron.parallel.legality import FLAGS, check_layout, flags
 from fmegatron.precision import Precision, dtype_of
 from fmegatron.rules import standard_rules
 from fmegatron.sharding import Sharding
@@ -65,16 +64,35 @@ class Run:
         return self.setup.sh
 
 
+def check_sizes(config: TrainConfig, world: int, sizes: DecoderConfig) -> None:
+    """Raises UserError, with the nearest legal layouts as flags, for a layout that the model, the batch or the number of
+    ranks does not allow. Asks nothing of torch."""
+    words = dict(FLAGS)
+    if config.init_from:  # whose parameters have the shapes that they have
+        words |= {"vocab": "--resize-vocab {}", "mlp": "a model with an mlp width of {}"}
+    check_layout(
+        mesh_axes(config, world),
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        batch_size=config.batch.size,
+        seq_len=config.batch.seq_len,
+        vocab=sizes.vocab,
+        mlp=sizes.mlp,
+        positions=sizes.max_seq if sizes.positions == "learned" else None,
+        microbatches=config.batch.microbatches,
+        sequence_parallel=config.sp,
+        store=config.store,
+        zero=config.zero,
+        context=config.cp,
+        world=world,
+        words=words,
+        spelled=flags,
+    )
+
+
 def mesh_axes(config: TrainConfig, world: int) -> str:
-    """The mesh of a run as text. Raises UserError when it does not multiply to the number of ranks."""
-    axes = config.mesh or f"dp={world}"
-    total = math.prod(parse_axes(axes, argument="--mesh").values())
-    if total != world:
-        raise UserError(
-            f"--mesh {axes} has {total} ranks, but this run has {world}: add --nproc {total} "
-            f"(or torchrun --nproc-per-node {total}), or change the mesh"
-        )
-    return axes
+    """The mesh of a run as text."""
+    return config.mesh or f"dp={world}"
 
 
 def make_setup(
@@ -91,40 +109,16 @@ def make_setup(
     Raises UserError for a layout that the model or the batch does not allow.
     """
     sizes = sizes or model_config(config, None)
+    check_sizes(config, world, sizes)
     axes = mesh_axes(config, world)
     also = factoring(axes, config.cp, heads=sizes.heads, kv_heads=sizes.kv_heads, argument="--mesh")
     mesh = make_mesh(axes, also=also, kv_heads=sizes.kv_heads, device=device.type, world=world, abstract=check_only)
-    check_layout(
-        mesh,
-        heads=sizes.heads,
-        batch_size=config.batch.size,
-        seq_len=config.batch.seq_len,
-        microbatches=config.batch.microbatches,
-        sequence_parallel=config.sp,
-        store=config.store,
-        zero=config.zero,
-        context=config.cp,
-        kv_heads=sizes.kv_heads,
-    )
     precision = make_precision(config, device)
     layout = {"sequence_parallel": config.sp, "store": config.store, "zero": config.zero, "context": config.cp}
     rules = standard_rules(mesh, **layout)  # type: ignore[arg-type]
     sh = Sharding(mesh, rules, precision=precision)
-    check_vocab(config, sizes, sh)
     sh.check_spec(Decoder(sizes).spec())
     return Setup(sh, mesh, device, precision)
-
-
-def check_vocab(config: TrainConfig, sizes: DecoderConfig, sh: Sharding) -> None:
-    """Raises UserError for a vocabulary that does not divide over the ranks of tensor parallelism."""
-    assert sh.mesh is not None
-    ranks = math.prod(sh.mesh.sizes[axis] for axis in sh.axes("vocab"))
-    if sizes.vocab % ranks:
-        flag = "--resize-vocab" if config.init_from else "--model-overrides.vocab"
-        raise UserError(
-            f"the vocabulary of {sizes.vocab} does not divide by {ranks}, the tensor-parallel ranks of --mesh "
-            f"{config.mesh}: use {flag} {-(-sizes.vocab // ranks) * ranks}, whose last rows no token has"
-        )
 
 
 def make_precision(config: TrainConfig, device: torch.device) -> Precision:

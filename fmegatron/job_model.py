@@ -11,6 +11,7 @@ from fmegatron.config import ModelOverrides, TrainConfig, nearest_name
 from fmegatron.errors import UserError
 from fmegatron.models import PRESETS, Decoder, DecoderConfig
 from fmegatron.models.decoder import GATED
+from fmegatron.models.fused import FUSED
 from fmegatron.models.hf import FAMILIES, fields_of, model_of
 from fmegatron.models.hf_fields import shortest
 from fmegatron.remat import names, nothing
@@ -53,6 +54,13 @@ def resumed_model(config: TrainConfig, saved: DecoderConfig, where: str) -> Deco
         vocab = config.resize_vocab or saved.vocab
         wanted = _replaced(config, saved, {"vocab": vocab, **_changes(config, saved)})
         wanted = _long_enough(config, wanted)
+    for name in FUSED:
+        if getattr(wanted, name) != getattr(saved, name):
+            raise UserError(
+                f"--resume: --model-overrides.{_flag(name)} is {getattr(wanted, name)}, but {where} was trained with "
+                f"{getattr(saved, name)}, so its leaves are others: leave it out to go on as it began, or export the run "
+                "and begin another with --init-from, which takes either"
+            )
     free = ("dropout", "init_std", *(() if saved.positions == "learned" else ("max_seq",)))
     fields = [f.name for f in dataclasses.fields(saved) if f.name not in free]
     differ = [
@@ -82,8 +90,12 @@ def ignored_fields(config: TrainConfig) -> tuple[str, ...]:
 
 def computations(sizes: DecoderConfig) -> tuple[str, ...]:
     """The names of a layer's computations, by which --remat tells what is kept."""
-    gate = ("gate",) if sizes.activation in GATED else ()
-    return ("q", "k", "v", "attention", "o", *gate, "up", "down")
+    qkv: tuple[str, ...] = ("qkv",) if sizes.fused_qkv else ("q", "k", "v")
+    if sizes.activation not in GATED:
+        first: tuple[str, ...] = ("up",)
+    else:
+        first = ("gate_up",) if sizes.fused_gate_up else ("gate", "up")
+    return (*qkv, "attention", "o", *first, "down")
 
 
 def remat_policy(config: TrainConfig, sizes: DecoderConfig) -> Callable[[str], bool]:
@@ -161,6 +173,9 @@ def _pretrained(config: TrainConfig) -> DecoderConfig:
 
 
 def _same_shapes(base: DecoderConfig, name: str, value: Any) -> bool:
+    if name in FUSED:
+        return True  # the same parameters, in other leaves
+
     def shapes(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
         return {path: p.shape for path, p in params_of(Decoder(c).spec()).items()}
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fmegatron.axes import parse_axes
 from fmegatron.config import SETTINGS, PrecisionConfig, TrainConfig
 from fmegatron.errors import UserError
+from fmegatron.parallel.legality import Choice, Sizes, problem
 
 
 def check_train(config: TrainConfig) -> None:
@@ -18,6 +20,7 @@ def check_train(config: TrainConfig) -> None:
     if not config.resume:  # a run that goes on uses the data that it has made, and its own parameters
         check_init_from(config)
         check_data(config)
+    check_mesh(config)
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -82,6 +85,23 @@ def check_precision(p: PrecisionConfig) -> None:
             "--precision.stochastic-rounding rounds to bfloat16, and neither --precision.params nor --precision.moments "
             "is bfloat16: add one of them, or leave it out"
         )
+
+
+def check_mesh(config: TrainConfig) -> None:
+    """Raises UserError for a layout that is illegal whatever the model is; the rest is asked when the model is known."""
+    world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else config.nproc
+    layout = Choice(
+        parse_axes(config.mesh or f"dp={world}", argument="--mesh"),
+        config.sp,
+        config.zero,
+        config.store,
+        context=config.cp,
+        microbatches=config.batch.microbatches,
+    )
+    if problem(layout, Sizes(batch_size=config.batch.size, seq_len=config.batch.seq_len), world=world) is not None:
+        from fmegatron.train import check_layout  # what it proposes is legal for the model too
+
+        check_layout(config, world)
 
 
 def check_init_from(config: TrainConfig) -> None:

@@ -110,7 +110,9 @@ def standard_rules(
         "seq": present("cp"),
         "kv": ("tp_kv",) if split else present("tp"),
         "group": ("tp_group",) if split else None,
+        "qkv": None,  # of a fused leaf: the queries of a kv head, its key and its value
         "mlp": present("tp"),
+        "gated": None,  # of a fused leaf: gate and up
         "vocab": present("tp"),
         "embed": None,
         "head": None,
@@ -134,6 +136,7 @@ def standard_rules(
         store = present("fsdp") or present("dp")
     return Rules(
         compute=compute,
+        activations=(*Rules.activations, "qkv", "gated"),  # not every model has them
         store=store,
         zero=3 if zero is None else zero,
         store_optimizer=store_optimizer,

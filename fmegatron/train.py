@@ -88,6 +88,7 @@ def run_here(config: TrainConfig, device: torch.device, start: float) -> int:
         data = on_first_rank(lambda: prepare_data(config, begun))
         if begun is None:
             sizes = job.model_config(config, data.vocab_size)
+            job.check_sizes(config, world, sizes)  # of the vocabulary that its text has now
         tokenizer = load_tokenizer(data.tokenizer_path)
         train, valid = open_data(config, data)
         run_ = job.make_run(config, sizes, setup)
@@ -159,6 +160,11 @@ def first_sizes(config: TrainConfig, begun: checkpoint.Info | None) -> DecoderCo
         return check_same_model(config, begun)
     given = config.tokenizer or config.init_from
     return job.model_config(config, None if given is None else load_tokenizer(given).vocab_size)
+
+
+def check_layout(config: TrainConfig, world: int) -> None:
+    """Raises UserError for a layout that the run's model, as far as it is known, does not allow on so many ranks."""
+    job.check_sizes(config, world, first_sizes(config, newest_checkpoint(config)))
 
 
 def check_same_model(config: TrainConfig, begun: checkpoint.Info) -> DecoderConfig:

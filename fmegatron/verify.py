@@ -2,6 +2,10 @@
 
 Draws layouts, checks each against one device, prints a table, and ends with exit code 1 and the smallest failing layout
 where one fails.
+
+    fmegatron verify llama --world 8                                      # simulated ranks, on CPU, in float64
+    fmegatron verify llama --world 8 --device cuda                        # the same on one GPU,
+    fmegatron verify llama --world 8 --device cuda --dtype bfloat16       # and with its kernels for half precision
 """
 
 from __future__ import annotations
@@ -18,9 +22,24 @@ from typing import Any, Literal
 from fmegatron.errors import UserError
 
 
+# What a way to run the ranks cannot show, by (engine, device).
+NOT_COVERED = {
+    ("simulated", "cpu"): "real processes, messages between them and their order (--engine processes has these), GPUs",
+    ("simulated", "cuda"): (
+        "NCCL, messages from rank to rank (a ring's are copies here), streams and so what overlaps in time, CUDA graphs, "
+        "the memory of one rank, Python that differs by rank; for these run the training step under torchrun"
+    ),
+    ("processes", "cpu"): "GPUs and NCCL; for these run the training step under torchrun",
+}
+
+
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Check that a model computes the same function on every layout."""
+    """Check that a model computes the same function on every layout.
+
+    On a GPU: fmegatron verify llama --world 8 --device cuda, and the same with --dtype bfloat16, in which the fused
+    kernels run. Both compare with one device that computes in float64.
+    """
 
     model: str = "llama"
     """A family or preset, in the smallest sizes that have all its parts; with changes behind commas, such as
@@ -38,7 +57,7 @@ class VerifyConfig:
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Precision of the ranks; one device always computes in float64."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where simulated ranks compute."""
+    """Where simulated ranks compute: all of them on one GPU."""
     axes: str = "dp,fsdp,cp,tp"
     """Mesh axes to draw from; leave out what the model cannot use."""
     ledger: bool = False
@@ -46,7 +65,8 @@ class VerifyConfig:
     full: bool = False
     """Check three steps of AdamW and of SGD on every layout, instead of one of them in turn."""
     jobs: int | None = None
-    """Layouts checked at a time, each in a process; None: one a core, at most 8, and 1 with processes or cuda."""
+    """Layouts checked at a time, each in a process; None: one a core, at most 8, or 4 that share a GPU; 1 with the
+    engine processes."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,11 @@ def run(config: VerifyConfig) -> int:
         axes = tuple(a.strip() for a in config.axes.split(",") if a.strip())
         legal = space(models, config.world, axes=axes)
         cases, every = list(legal.cases(config.examples, config.seed)), legal.pairs()
+    if config.device == "cuda":
+        _needs_cuda()
+    if (config.engine, config.device) in NOT_COVERED:
+        ranks = "simulated ranks" if config.engine == "simulated" else "ranks as processes"
+        print(f"{ranks} on {config.device} in {config.dtype}; not covered: {NOT_COVERED[config.engine, config.device]}")
     widths = [max(len(str(c.layout)) for c in cases), max(len(c.model) for c in cases)]
     print(f"{'#':>3}  {'layout':{widths[0]}}  {'model':{widths[1]}}  worst error  seconds  worst leaf", flush=True)
     failed, worst = None, 0.0
@@ -121,7 +146,8 @@ def _models(text: str) -> list[str]:
 
 def _checked(config: VerifyConfig, cases: Sequence[Any]) -> Iterator[Row]:
     """The row of each case, in order, while others are under way."""
-    jobs = config.jobs or (1 if config.engine == "processes" or config.device == "cuda" else _cores())
+    most = 1 if config.engine == "processes" else min(4, _cores()) if config.device == "cuda" else _cores()
+    jobs = config.jobs or most
     if jobs == 1 or len(cases) == 1:
         yield from (check_case(config, case, n) for n, case in enumerate(cases))
         return
@@ -173,11 +199,22 @@ def _report(config: VerifyConfig, row: Row) -> int:
     seed = f" --seed {config.seed}" if config.seed else ""
     more = "".join(
         f" --{n} {v}"
-        for n, v, default in (("engine", config.engine, "simulated"), ("dtype", config.dtype, "float64"))
+        for n, v, default in (
+            ("engine", config.engine, "simulated"),
+            ("dtype", config.dtype, "float64"),
+            ("device", config.device, "cpu"),
+        )
         if v != default
     )
     print(f"smallest failing layout: {type(row.case)(row.case.model, small).command}{seed}{more}")
     return 1
+
+
+def _needs_cuda() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no GPU on this machine; leave it out to compute on CPU")
 
 
 def _cores() -> int:

@@ -52,6 +52,9 @@ class DecoderConfig:
     max_seq: the longest sequence that the model is made for; with learned positions the number of rows.
     dropout: on the output of each attention and feed-forward part.
     init_std: of the initial matrices; those that write to the stream start smaller by sqrt(2 · layers).
+
+    fused_qkv, fused_gate_up: queries, keys and values are one leaf `qkv`; gate and up are one leaf `gate_up`; one product
+        makes what each of them would. The same function of other leaves: `fmegatron.models.fused` says when it is faster.
     """
 
     vocab: int
@@ -89,6 +92,8 @@ class DecoderConfig:
     max_seq: int = 4096
     dropout: float = 0.0
     init_std: float = 0.02
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
 
     def __post_init__(self) -> None:
         self._fill()

@@ -7,7 +7,7 @@
 A block adds attention and then a feed-forward part to the stream. What differs between families is a field of
 `DecoderConfig`: where norms stand and which, how positions enter, biases, windows, soft-caps. Query heads are two dims,
 `kv group`: each kv head serves a group of query heads, so kv heads fewer than the tensor-parallel ranks need no special
-case.
+case. One product may make queries, keys and values, and one gate and up (see `fmegatron.models.fused`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.initializers import Normal, Ones, Zeros
 from fmegatron.models.config import DecoderConfig
+from fmegatron.models.fused import own_rows, split_qkv
 from fmegatron.parallel.context import context_attention
 from fmegatron.parallel.stack import stack
 from fmegatron.primitives import (
@@ -120,11 +121,17 @@ class Decoder:
         token, per_kv, stream = "batch seq", "batch seq group", "batch seq*"
         query, keys = (c.kv_heads, c.group, c.head), (c.kv_heads, c.head)
         found = self._norm_spec("norm1") if c.norm_place != "post" else {}
-        found["q"] = Param((c.embed, *query), "embed kv group head", std, over=token)
-        found["k"] = found["v"] = Param((c.embed, *keys), "embed kv head", std, over=per_kv)
-        if c.qkv_bias:
-            found["q_bias"] = Param(query, "kv group head", Zeros(), over=token, decay=False)
-            found["k_bias"] = found["v_bias"] = Param(keys, "kv head", Zeros(), over=per_kv, decay=False)
+        if c.fused_qkv:
+            rows = (c.kv_heads, c.group + 2, c.head)
+            found["qkv"] = Param((c.embed, *rows), "embed kv qkv head", std, over=per_kv)
+            if c.qkv_bias:
+                found["qkv_bias"] = Param(rows, "kv qkv head", Zeros(), over=per_kv, decay=False)
+        else:
+            found["q"] = Param((c.embed, *query), "embed kv group head", std, over=token)
+            found["k"] = found["v"] = Param((c.embed, *keys), "embed kv head", std, over=per_kv)
+            if c.qkv_bias:
+                found["q_bias"] = Param(query, "kv group head", Zeros(), over=token, decay=False)
+                found["k_bias"] = found["v_bias"] = Param(keys, "kv head", Zeros(), over=per_kv, decay=False)
         scale = Zeros() if c.norm_zero_centred else Ones()
         if c.qk_norm == "head":
             found["q_norm"] = found["k_norm"] = Param((c.head,), "head", scale, over="batch seq kv group")
@@ -141,10 +148,16 @@ class Decoder:
         if c.norm_place != "post":
             found |= self._norm_spec("norm2")
         names = ("gate", "up") if c.activation in GATED else ("up",)
-        found |= {n: Param((c.embed, c.mlp), "embed mlp", std, over=token) for n in names}
+        if c.fused_gate_up and c.activation in GATED:
+            found["gate_up"] = Param((c.embed, 2, c.mlp), "embed gated mlp", std, over=token)
+            if c.mlp_bias:
+                found["gate_up_bias"] = Param((2, c.mlp), "gated mlp", Zeros(), over=token, decay=False)
+        else:
+            found |= {n: Param((c.embed, c.mlp), "embed mlp", std, over=token) for n in names}
+            if c.mlp_bias:
+                found |= {f"{n}_bias": Param((c.mlp,), "mlp", Zeros(), over=token) for n in names}
         found["down"] = Param((c.mlp, c.embed), "mlp embed", out, over=token)
         if c.mlp_bias:
-            found |= {f"{n}_bias": Param((c.mlp,), "mlp", Zeros(), over=token) for n in names}
             found["down_bias"] = Param((c.embed,), "embed", Zeros(), over=stream)
         if c.norm_place != "pre":
             found |= self._norm_spec("norm2_post")
@@ -298,15 +311,34 @@ class Decoder:
     def _attend(self, p: Mapping[str, Tensor], x: Tensor, cache: Any, ctx: Ctx) -> Tensor:
         sh, extras = ctx.sh, ctx.extras
         h = sh(x, ENTER_ATTENTION)
-        q = sh.dot(h, p["q"], "batch seq embed, embed kv group head -> batch seq kv group head", name="q")
-        k, v = (sh.dot(h, p[n], "batch seq embed, embed kv head -> batch seq kv head", name=n) for n in "kv")
-        q, k, v = (t + p[f"{n}_bias"] if f"{n}_bias" in p else t for n, t in (("q", q), ("k", k), ("v", v)))
+        q, k, v = self._fused_qkv(p, h, ctx) if "qkv" in p else self._qkv(p, h, ctx)
         q, k = self._qk_norm(p, q, k, ctx)
         if extras["rotary"] is not None:
             q, k = (apply_rotary(t, *extras["rotary"], interleaved=self.config.rope_interleaved) for t in (q, k))
         a = self._self_attention(p, q, k, v, ctx) if cache is None else self._cached_attention(p, q, k, v, cache, ctx)
         y = sh.dot(a, p["o"], "batch seq kv group head, kv group head embed -> batch seq* embed", name="o")
         return y + p["o_bias"] if "o_bias" in p else y
+
+    def _qkv(self, p: Mapping[str, Tensor], h: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries[batch seq kv group head], keys and values[batch seq kv head], each by a product of its own."""
+        sh = ctx.sh
+        q = sh.dot(h, p["q"], "batch seq embed, embed kv group head -> batch seq kv group head", name="q")
+        k, v = (sh.dot(h, p[n], "batch seq embed, embed kv head -> batch seq kv head", name=n) for n in "kv")
+        q, k, v = (t + p[f"{n}_bias"] if f"{n}_bias" in p else t for n, t in (("q", q), ("k", k), ("v", v)))
+        return q, k, v
+
+    def _fused_qkv(self, p: Mapping[str, Tensor], h: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by one product, of which each is a part."""
+        c, sh = self.config, ctx.sh
+        w = own_rows(p["qkv"], 2, c.group, sh)
+        y = sh.dot(h, w, "batch seq embed, embed kv qkv head -> batch seq kv qkv head", name="qkv")
+        if "qkv_bias" in p:
+            y = y + own_rows(p["qkv_bias"], 1, c.group, sh)
+        # what backward keeps by itself is copied, or the whole would be kept for it (the fast norms want copies anyhow)
+        kept = "qkv" if c.qk_norm is not None else "v" if ctx.extras["rotary"] is not None else ""
+        apart = functools.partial(split_qkv, copied=kept)
+        results = ("batch seq kv group head", "batch seq kv head | group", "batch seq kv head | group")
+        return sh.primitive(apart, (y,), ("batch seq kv qkv head | group",), results)
 
     def _qk_norm(self, p: Mapping[str, Tensor], q: Tensor, k: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         """Norms of queries and keys, each head alone (Qwen 3, Gemma 3) or all heads together (OLMo 2)."""
@@ -348,11 +380,16 @@ class Decoder:
         sh, activation = ctx.sh, self.config.activation
         h = sh(x, ENTER_MLP)
 
-        def into(n: str) -> Tensor:
-            y = sh.dot(h, p[n], "batch seq embed, embed mlp -> batch seq mlp", name=n)
+        def into(n: str, dims: str = "mlp") -> Tensor:
+            y = sh.dot(h, p[n], f"batch seq embed, embed {dims} -> batch seq {dims}", name=n)
             return y + p[f"{n}_bias"] if f"{n}_bias" in p else y
 
-        a = GATED[activation](into("gate"), into("up")) if activation in GATED else PLAIN[activation](into("up"))
+        if "gate_up" in p:
+            a = GATED[activation](*into("gate_up", "gated mlp").unbind(2))
+        elif activation in GATED:
+            a = GATED[activation](into("gate"), into("up"))
+        else:
+            a = PLAIN[activation](into("up"))
         y = sh.dot(a, p["down"], "batch seq mlp, mlp embed -> batch seq* embed", name="down")
         return y + p["down_bias"] if "down_bias" in p else y
 

@@ -4,11 +4,13 @@
     save_hf("other", model, params, tokenizer="folder")
 
 A family is a module beside this one with `config_from_hf(fields, ignore=…) -> config`, `config_to_hf(config) -> fields`
-and `hf_map(config, spec) -> {our dotted name: HFTensor}`.
+and `hf_map(config, spec) -> {our dotted name: HFTensor}`, of a model whose matrices are all apart. A fused leaf (see
+`fmegatron.models.fused`) is read part by part, and written so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -18,7 +20,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,6 +31,7 @@ from fmegatron.data.tokenizer import load_tokenizer, save_tokenizer
 from fmegatron.errors import UserError
 from fmegatron.models import safetensors_files as files
 from fmegatron.models.decoder import Decoder
+from fmegatron.models.fused import FUSED, Part, part_of, parts, unfused
 from fmegatron.models.hf_names import HFTensor
 from fmegatron.precision import dtype_name, dtype_of
 from fmegatron.random import Key, fold_in, key, normal
@@ -97,7 +100,8 @@ def load_hf(
         and of the output matrix is the mean of the old rows, so that no new token outweighs the old ones (Hewitt 2021),
         plus 1 % of their standard deviation times normal noise, drawn from `seed` by global position.
     ignore_fields: fields of config.json that are not known here and that you know to change nothing.
-    overrides: fields of the family's config or of its model that replace those of config.json (dropout=0.1).
+    overrides: fields of the family's config or of its model that replace those of config.json (dropout=0.1,
+        fused_qkv=True).
 
     Raises UserError, before anything is allocated, for an absent or damaged file, a family or a field that is not
     supported, and for tensors that are missing, extra, or of another shape, naming them.
@@ -109,23 +113,28 @@ def load_hf(
     sh.check_spec(spec)
     params = params_of(spec)
     found = files.tensors_of(folder)
-    layout = _as_in_file(family_of(model).hf_map(model.config, spec), found)
+    apart, layout = _apart(model)
+    layout = _as_in_file(layout, found)
     saved_vocab = read_config(folder)["vocab_size"]
-    _check(folder, found, params, layout, model.config.tied, saved_vocab)
+    _check(folder, found, apart, layout, model.config.tied, saved_vocab)
     if model.config.tied:
         _check_tied(folder, found, layout["embed"].name)
     leaves: dict[str, torch.Tensor] = {}
-    for file in sorted({found[layout[path].name].file for path in params}):
-        with files.opened(file) as f:
-            for path, param in params.items():
-                if found[layout[path].name].file == file:
-                    wanted = param.dtype or (sh.precision.params if dtype is None else dtype_of(dtype))
-                    if "vocab" in param.names and model.config.vocab > saved_vocab:
-                        noise = fold_in(key(seed), path)
-                        part = _read_with_new_rows(f, param, layout[path], sh, wanted, saved_vocab, noise)
-                    else:
-                        part = _read(f, param, layout[path], sh, wanted)
-                    leaves[path] = sh.at_rest(part.to(device if device is not None else sh.device), param)
+    with contextlib.ExitStack() as stack:
+        opened = {file: stack.enter_context(files.opened(file)) for file in sorted({t.file for t in found.values()})}
+
+        def source(path: str) -> Source:
+            return Source(opened[found[layout[path].name].file], apart[path], layout[path])
+
+        for path, param in params.items():
+            wanted = param.dtype or (sh.precision.params if dtype is None else dtype_of(dtype))
+            if path not in apart:
+                x = _read_joined({p: source(_sibling(path, p.name)) for p in _pieces(path, model)}, param, sh, wanted)
+            elif "vocab" in param.names and model.config.vocab > saved_vocab:
+                x = _read_with_new_rows(source(path), sh, wanted, saved_vocab, fold_in(key(seed), path))
+            else:
+                x = _read(source(path), sh, wanted)
+            leaves[path] = sh.at_rest(x.to(device if device is not None else sh.device), param)
     return model, tree.like(spec, [leaves[path] for path in params])
 
 
@@ -184,6 +193,22 @@ def model_of(
     changes = {n: v for n, v in overrides.items() if n in of_config}
     config = dataclasses.replace(config, **changes, **({} if vocab is None else {"vocab": vocab}))
     return Decoder(config, **{n: v for n, v in overrides.items() if n in of_model})
+
+
+def _apart(model: Any) -> tuple[dict[str, Param], dict[str, HFTensor]]:
+    """({path: parameter}, {path: where it is in a folder}) of the model with every matrix a leaf of its own."""
+    spec = dataclasses.replace(model, config=unfused(model.config)).spec()
+    return params_of(spec), family_of(model).hf_map(model.config, spec)
+
+
+def _pieces(path: str, model: Any) -> tuple[Part, ...]:
+    """The parts of a fused leaf."""
+    return parts(model.config)[path.rpartition(".")[2]]
+
+
+def _sibling(path: str, name: str) -> str:
+    """The path of another leaf of the same layer."""
+    return ".".join([*path.split(".")[:-1], name])
 
 
 def _as_in_file(layout: Mapping[str, HFTensor], found: Mapping[str, files.Found]) -> dict[str, HFTensor]:
@@ -256,16 +281,43 @@ def _listed(problems: Mapping[str, list[str]]) -> str:
     return "; ".join(texts)
 
 
-def _read(f: Any, param: Param, layout: HFTensor, sh: Sharding, dtype: torch.dtype) -> torch.Tensor:
-    """This rank's shard of a parameter from an open file."""
-    held = dict(zip(param.names, sh.stored_index(param) or [None] * len(param.shape), strict=True))
-    return _read_part(f, param, layout, held, dtype)
+class Source(NamedTuple):
+    """Where a parameter is read: an open file, and its tensor there."""
+
+    file: Any
+    param: Param
+    layout: HFTensor
 
 
-def _read_part(
-    f: Any, param: Param, layout: HFTensor, held: Mapping[str, torch.Tensor | None], dtype: torch.dtype
-) -> torch.Tensor:
-    """The part of a parameter at the positions `held` of each dim (None: all), in our order of dims."""
+Held = Mapping[str, torch.Tensor | None]  # the positions of each dim that a rank holds; None: all
+
+
+def _held(param: Param, sh: Sharding) -> Held:
+    return dict(zip(param.names, sh.stored_index(param) or [None] * len(param.shape), strict=True))
+
+
+def _read(source: Source, sh: Sharding, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's shard of a parameter."""
+    return _read_part(source, _held(source.param, sh), dtype)
+
+
+def _read_joined(sources: Mapping[Part, Source], param: Param, sh: Sharding, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's shard of a fused leaf, of which it reads what it holds of each part."""
+    held, found = _held(param, sh), []
+    for part, source in sources.items():
+        at, rows = param.names.index(part.dim), held[part.dim]
+        if rows is not None:
+            rows = rows[(rows >= part.start) & (rows < part.stop)] - part.start
+            if not len(rows):
+                continue
+        mine = {n: held[n] if n in held else rows for n in source.param.names}
+        found.append(part.joinable(_read_part(source, mine, dtype), at))
+    return torch.cat(found, at)
+
+
+def _read_part(source: Source, held: Held, dtype: torch.dtype) -> torch.Tensor:
+    """The part of a parameter at the positions `held`, in our order of dims."""
+    f, param, layout = source
     size = dict(zip(param.names, param.shape, strict=True))
     runs = [_runs(group, size, held) for group in layout.groups]
     runs[layout.dim] = [(a + layout.start, b + layout.start) for a, b in runs[layout.dim]]
@@ -275,17 +327,16 @@ def _read_part(
     return part.view([local[n] for n in theirs]).permute([theirs.index(n) for n in param.names]).contiguous()
 
 
-def _read_with_new_rows(
-    f: Any, param: Param, layout: HFTensor, sh: Sharding, dtype: torch.dtype, saved: int, noise: Key
-) -> torch.Tensor:
+def _read_with_new_rows(source: Source, sh: Sharding, dtype: torch.dtype, saved: int, noise: Key) -> torch.Tensor:
     """This rank's shard of a table [vocab embed] of more rows than the `saved` ones in the file (see `load_hf`)."""
+    param = source.param
     stored = sh.stored_index(param) or [None] * len(param.shape)
     index = [torch.arange(n) if i is None else i.cpu() for i, n in zip(stored, param.shape, strict=True)]
     held, at = dict(zip(param.names, index, strict=True)), param.names.index("vocab")
-    old = _with_vocab(param, saved)
+    old = source._replace(param=_with_vocab(param, saved))
 
     def rows(which: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return _read_part(f, old, layout, {**held, "vocab": which}, dtype)
+        return _read_part(old, {**held, "vocab": which}, dtype)
 
     total = squares = torch.zeros(())
     for start in range(0, saved, ROWS):
@@ -346,40 +397,49 @@ def save_hf(
     """
     folder = Path(os.path.abspath(folder))
     fields = fields_of(model)
-    spec = params_of(model.spec())
     leaves = tree.named(params)
-    layout = family_of(model).hf_map(model.config, model.spec())
-    together(lambda: _check_params(spec, leaves))
+    together(lambda: _check_params(params_of(model.spec()), leaves))
+    spec, layout = _apart(model)
+    origins = _origins(spec, model)
     wanted = None if dtype is None else dtype_of(dtype)
     paths: dict[str, list[str]] = {}  # of our parameters in each of their tensors, in order
     for p, t in sorted(layout.items(), key=lambda item: item[1].start):
         paths.setdefault(t.name, []).append(p)
     names = dict.fromkeys(t.name for t in layout.values())
     first = {name: paths[name][0] for name in names}
-    entries = [files.Entry(n, layout[p].shape(spec[p]), wanted or leaves[p].dtype) for n, p in first.items()]
+    entries = [
+        files.Entry(n, layout[p].shape(spec[p]), wanted or leaves[origins[p].leaf].dtype) for n, p in first.items()
+    ]
     shards = files.shards(entries, max_shard_bytes)
     temporary = folder.with_name(f".tmp-{folder.name}")
     fields = {**fields, "torch_dtype": dtype_name(entries[0].dtype)}
     on_first(lambda: _begin(folder, temporary, fields, tokenizer, overwrite))
     failure: Exception | None = None
+    whole: dict[str, torch.Tensor] = {}  # gathered leaves
+
+    def tensor(entry: files.Entry) -> torch.Tensor:
+        held = paths[entry.name]
+        mine = [_theirs(origins[p].of(whole[origins[p].leaf]).to(entry.dtype), spec[p], layout[p]) for p in held]
+        return torch.cat(mine, layout[held[0]].dim)
+
     for name, group in shards.items():
         file: BinaryIO | None = None
         for i, entry in enumerate(group):
-            whole = [_whole(leaves[p]) for p in paths[entry.name]]
+            needed = dict.fromkeys(origins[p].leaf for p in paths[entry.name])
+            whole = {n: x for n, x in whole.items() if n in needed}  # of a fused leaf, several tensors in turn are made
+            whole |= {n: _whole(leaves[n]) for n in needed if n not in whole}
             # rank 0 goes on gathering after a failure, for the others' sake
             if is_first() and failure is None:
                 try:
                     if file is None:
                         file = open(temporary / name, "wb")  # noqa: SIM115
                         files.write_header(file, group, MADE_BY)
-                    parts = zip(whole, paths[entry.name], strict=True)
-                    theirs = [_theirs(x.to(entry.dtype), spec[p], layout[p]) for x, p in parts]
-                    files.write_tensor(file, torch.cat(theirs, layout[paths[entry.name][0]].dim))
+                    files.write_tensor(file, tensor(entry))
                     if i == len(group) - 1:
                         files.finish(file)
                 except OSError as e:
                     failure = e
-            del whole
+    whole.clear()
 
     def publish() -> None:
         try:
@@ -403,7 +463,7 @@ def fields_of(model: Any) -> dict[str, Any]:
     differ = [
         f.name
         for f in dataclasses.fields(config)
-        if f.name != "dropout" and not _alike(getattr(back, f.name), getattr(config, f.name))
+        if f.name not in ("dropout", *FUSED) and not _alike(getattr(back, f.name), getattr(config, f.name))
     ]
     if differ:
         raise UserError(
@@ -434,6 +494,30 @@ def _check_params(spec: Mapping[str, Param], leaves: Mapping[str, Any]) -> None:
     }
     if any(problems.values()):
         raise UserError(f"params are not those of this model: {_listed(problems)}")
+
+
+class Origin(NamedTuple):
+    """The leaf that holds a matrix, and where in it if it is a fused one."""
+
+    leaf: str
+    part: Part | None = None
+    dim: int = 0
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole if self.part is None else self.part.of(whole, self.dim)
+
+
+def _origins(apart: Mapping[str, Param], model: Any) -> dict[str, Origin]:
+    params, places = params_of(model.spec()), part_of(model.config)
+    found = {}
+    for path in apart:
+        if path in params:
+            found[path] = Origin(path)
+        else:
+            part = places[path.rpartition(".")[2]]
+            leaf = _sibling(path, part.leaf)
+            found[path] = Origin(leaf, part, params[leaf].names.index(part.dim))
+    return found
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:

@@ -79,12 +79,14 @@ def _gathered(
     k, v = sh(k, to_all), sh(v, to_all)
     if not sh.axes(seq):
         return attention(q, k, v, segments=segments, sinks=sinks, sh=sh, **options)
-    given = {
-        "positions": sh.index(seq, k.shape[1], device=q.device),
-        "kv_positions": torch.arange(k.shape[1], device=q.device),
-    }
+    positions = sh.index(seq, k.shape[1], device=q.device if sh.mesh.simulated else "cpu")
+    # On the CPU the runs of positions that a rank holds can be seen, which fast kernels take one by one.
+    where = "cpu" if options["causal"] and options["softcap"] is None else q.device
+    given = {"positions": positions.to(where), "kv_positions": torch.arange(k.shape[1], device=where)}
     if segments is not None:
-        given |= {"segments": segments, "kv_segments": sh(segments, f"batch {seq} -> batch kvseq | {seq}")}
+        given["kv_segments"] = sh(segments, f"batch {seq} -> batch kvseq | {seq}")
+        if not options["causal"]:
+            given["segments"] = segments
     return attention(q, k, v, sinks=sinks, sh=sh, **given, **options)
 
 

@@ -63,8 +63,9 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What is chosen. axes: {axis: size} in rank order; the rest as for `check_layout`."""
+class Choice:
+    """What a layout chooses. axes: {axis: size} in rank order. shares: of a mesh that is made already, among how many of
+    cp's ranks it shares out kv heads and the query heads of each. The rest as for `check_layout`."""
 
     axes: Mapping[str, int]
     sequence_parallel: bool = False
@@ -124,7 +125,7 @@ def check_layout(
     world: int | None = None,
     uneven: Collection[str] = UNEVEN,
     words: Mapping[str, str] = FLAGS,
-    spelled: Callable[[Layout], str | None] | None = None,
+    spelled: Callable[[Choice, Choice, int | None], str | None] | None = None,
 ) -> None:
     """Raises UserError for a layout on which a model and its batch cannot be divided.
 
@@ -137,10 +138,10 @@ def check_layout(
     world: number of ranks that there are; None: as many as the mesh has.
     uneven: which of "batch", "seq", "vocab", "mlp" may be of a size that does not divide.
     words: how options are written (`FLAGS`, `WORDS`).
-    spelled: the line that means a layout, None for one that must not be proposed. With it the message ends with the
-        nearest legal layouts.
+    spelled: (a layout, the one that was asked for, world) -> the line that means it, such as `flags`; None for one that
+        must not be proposed. With it the message ends with the lines of the nearest legal layouts.
     """
-    layout = Layout(
+    layout = Choice(
         parse_axes(mesh, argument=words["mesh"].format("").strip()) if isinstance(mesh, str) else _axes_of(mesh),
         sequence_parallel,
         zero,
@@ -156,53 +157,52 @@ def check_layout(
         return
     lines: list[str] = []
     if spelled is not None:
-        near = (spelled(other) for other in _legal(layout, sizes, world))
+        near = (spelled(other, layout, world) for other in _legal(layout, sizes, world))
         lines = list(itertools.islice((line for line in near if line is not None), 3))
     raise UserError(found if not lines else "\n  ".join([f"{found}. Nearest legal layouts:", *lines]))
 
 
-def problem(
-    layout: Layout, sizes: Sizes, *, world: int | None = None, words: Mapping[str, str] = FLAGS
-) -> str | None:
+def problem(layout: Choice, sizes: Sizes, *, world: int | None = None, words: Mapping[str, str] = FLAGS) -> str | None:
     """The rule that a layout breaks, as a sentence with the sizes and a fix; None: it is legal."""
+    if (broken := _check_axes(layout, sizes)) is not None:
+        return broken(words)
+    if world is not None and layout.world != world:
+        return (
+            f"{_of(layout, words)} has {layout.world} ranks, but this run has {world}: add --nproc {layout.world} (or "
+            f"torchrun --nproc-per-node {layout.world}), or change the mesh"
+        )
     for rule in RULES:
         if (broken := rule(layout, sizes)) is not None:
             return broken(words)
-    if world is not None and layout.world != world:
-        return _of_another_size(layout, world)(words)
     return None
 
 
-def nearest(layout: Layout, sizes: Sizes, *, world: int | None = None, limit: int = 3) -> list[Layout]:
+def nearest(layout: Choice, sizes: Sizes, *, world: int | None = None, limit: int = 3) -> list[Choice]:
     """At most `limit` legal layouts, those first that differ least from one: in as few axes as possible, then in as few
     options, then by the smallest factors. They have as many ranks as asked for (world; None: as the layout has) where
     any such layout is legal, else as near to it as possible. Always the same for the same arguments."""
     return list(itertools.islice(_legal(layout, sizes, world), limit))
 
 
-def flags(asked: Layout, world: int | None = None) -> Callable[[Layout], str]:
-    """A function that writes a layout as flags which can be typed behind those that asked for another.
+def flags(layout: Choice, asked: Choice, world: int | None = None) -> str:
+    """A layout as flags that can be typed behind those that asked for another one.
 
-    world: number of ranks that there are; None: as many as the mesh has, which is then said with --mesh alone.
+    world: number of ranks that there are; None: as many as --mesh says.
     """
-
-    def line(layout: Layout) -> str:
-        found = [f"--mesh {layout.mesh}"]
-        if world is not None and layout.world != world:
-            found.append(f"--nproc {layout.world}")
-        if layout.sequence_parallel or asked.sequence_parallel:
-            found.append("--sp" if layout.sequence_parallel else "--no-sp")
-        if layout.zero is not None or asked.zero is not None:
-            found.append(f"--zero {layout.zero}")
-        if layout.store or asked.store:
-            found.append(" ".join(["--store", *layout.store]))
-        if layout.context != "gather" or asked.context != "gather":
-            found.append(f"--cp {layout.context}")
-        if layout.microbatches > 1 or asked.microbatches > 1:
-            found.append(f"--batch.microbatches {layout.microbatches}")
-        return " ".join(found)
-
-    return line
+    found = [f"--mesh {layout.mesh}"]
+    if world is not None and layout.world != world:
+        found.append(f"--nproc {layout.world}")
+    if layout.sequence_parallel or asked.sequence_parallel:
+        found.append("--sp" if layout.sequence_parallel else "--no-sp")
+    if layout.zero is not None or asked.zero is not None:
+        found.append(f"--zero {layout.zero}")
+    if layout.store or asked.store:
+        found.append(" ".join(["--store", *layout.store]))
+    if layout.context != "gather" or asked.context != "gather":
+        found.append(f"--cp {layout.context}")
+    if layout.microbatches > 1 or asked.microbatches > 1:
+        found.append(f"--batch.microbatches {layout.microbatches}")
+    return " ".join(found)
 
 
 # ----------------------------------------------------------------------------------------------------------- the rules
@@ -211,20 +211,18 @@ def flags(asked: Layout, world: int | None = None) -> Callable[[Layout], str]:
 Broken = Callable[[Mapping[str, str]], str]
 
 
-def _check_axes(layout: Layout, sizes: Sizes) -> Broken | None:
+def _check_axes(layout: Choice, sizes: Sizes) -> Broken | None:
     """Every axis divides something."""
     for name in layout.axes:
         if name not in AXES:
-            near = difflib.get_close_matches(name, AXES, 1)
+            near = _near_axis(name, AXES)
             known = ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
-            hint = f"; did you mean {near[0]}?" if near else "."
-            return lambda w: (
-                f"{_of(layout, w)}: nothing is divided over an axis {name!r}{hint} The axes are {known}"
-            )
+            hint = f"; did you mean {near}?" if near else "."
+            return lambda w: f"{_of(layout, w)}: nothing is divided over an axis {name!r}{hint} The axes are {known}"
     return None
 
 
-def _check_store(layout: Layout, sizes: Sizes) -> Broken | None:
+def _check_store(layout: Choice, sizes: Sizes) -> Broken | None:
     """Trees rest on axes that there are."""
     given = list(layout.axes)
     for what, names in (("store", layout.store), ("state", layout.state)):
@@ -242,7 +240,7 @@ def _check_store(layout: Layout, sizes: Sizes) -> Broken | None:
     return None
 
 
-def _check_stage(layout: Layout, sizes: Sizes) -> Broken | None:
+def _check_stage(layout: Choice, sizes: Sizes) -> Broken | None:
     """The stage of ZeRO says what the stored axes hold."""
     zero, held = layout.zero, (*layout.store, *layout.state)
     if zero not in (None, 0, 1, 2, 3):
@@ -262,7 +260,7 @@ def _check_stage(layout: Layout, sizes: Sizes) -> Broken | None:
     return None
 
 
-def _check_heads(layout: Layout, sizes: Sizes) -> Broken | None:
+def _check_heads(layout: Choice, sizes: Sizes) -> Broken | None:
     """Query heads divide over tp; kv heads fewer than its ranks lie on several."""
     heads, tp = sizes.heads, layout.size("tp")
     if heads is None or heads % tp == 0:
@@ -273,7 +271,7 @@ def _check_heads(layout: Layout, sizes: Sizes) -> Broken | None:
     )
 
 
-def _check_tp_sizes(layout: Layout, sizes: Sizes) -> Broken | None:
+def _check_tp_sizes(layout: Choice, sizes: Sizes) -> Broken | None:
     """Vocabulary and mlp divide over tp, unless they are filled up."""
     tp = layout.size("tp")
     for name, what, n in (("vocab", "vocabulary", sizes.vocab), ("mlp", "mlp width", sizes.mlp)):
@@ -285,7 +283,7 @@ def _check_tp_sizes(layout: Layout, sizes: Sizes) -> Broken | None:
     return None
 
 
-def _check_batch(layout: Layout, sizes: Sizes) -> Broken | None:
+def _check_batch(layout: Choice, sizes: Sizes) -> Broken | None:
     """Rows divide over the data ranks, unless they are filled up."""
     n, data = sizes.batch_size, layout.size(*DATA)
     if n is None or n % data == 0 or "batch" in sizes.uneven:
@@ -296,7 +294,7 @@ def _check_batch(layout: Layout, sizes: Sizes) -> Broken | None:
     )
 
 
-def _check_microbatches(layout: Layout, sizes: Sizes) -> Broken | None:
+def _check_microbatches(layout: Choice, sizes: Sizes) -> Broken | None:
     """Every rank has a row for each microbatch."""
     n, data = sizes.batch_size, layout.size(*DATA)
     if n is None or -(-n // data) >= layout.microbatches:
@@ -308,9 +306,14 @@ def _check_microbatches(layout: Layout, sizes: Sizes) -> Broken | None:
     )
 
 
-def _check_shared_heads(layout: Layout, sizes: Sizes) -> Broken | None:
+def _check_shared_heads(layout: Choice, sizes: Sizes) -> Broken | None:
     """The ranks between which an all-to-all moves heads can share them out."""
     kind, cp, heads = layout.context, layout.size("cp"), sizes.heads
+    if kind == "ulysses+ring" and cp == 1:
+        return lambda w: (
+            f"{w['context'].format(kind)} needs a mesh with an axis cp of 2 ranks or more, and {_of(layout, w)} has none: "
+            "add one, or leave it out"
+        )
     if heads is None or cp == 1 or kind not in ("ulysses", "ulysses+ring"):
         return None
     kv, group = heads_on_tp(heads, sizes.kv_heads or heads, layout.size("tp"))
@@ -336,7 +339,7 @@ def _check_shared_heads(layout: Layout, sizes: Sizes) -> Broken | None:
     return None
 
 
-def _check_sequence(layout: Layout, sizes: Sizes) -> Broken | None:
+def _check_sequence(layout: Choice, sizes: Sizes) -> Broken | None:
     """Tokens divide over cp (with sequence parallelism over tp too) and into a zigzag order's 2 parts a rank, unless
     they are filled up."""
     n, cp, tp = sizes.seq_len, layout.size("cp"), layout.size("tp")
@@ -356,7 +359,7 @@ def _check_sequence(layout: Layout, sizes: Sizes) -> Broken | None:
     )
 
 
-def _check_positions(layout: Layout, sizes: Sizes) -> Broken | None:
+def _check_positions(layout: Choice, sizes: Sizes) -> Broken | None:
     """Every token has a learned position."""
     n, rows = sizes.seq_len, sizes.positions
     if n is None or rows is None or n <= rows:
@@ -364,8 +367,7 @@ def _check_positions(layout: Layout, sizes: Sizes) -> Broken | None:
     return lambda w: f"{w['seq_len'].format(n)} is longer than the model's {rows} learned positions: use at most {rows}"
 
 
-RULES: tuple[Callable[[Layout, Sizes], Broken | None], ...] = (
-    _check_axes,
+RULES: tuple[Callable[[Choice, Sizes], Broken | None], ...] = (
     _check_store,
     _check_stage,
     _check_heads,
@@ -376,13 +378,6 @@ RULES: tuple[Callable[[Layout, Sizes], Broken | None], ...] = (
     _check_sequence,
     _check_positions,
 )
-
-
-def _of_another_size(layout: Layout, world: int) -> Broken:
-    return lambda w: (
-        f"{_of(layout, w)} has {layout.world} ranks, but this run has {world}: add --nproc {layout.world} (or torchrun "
-        f"--nproc-per-node {layout.world}), or change the mesh"
-    )
 
 
 def heads_on_tp(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
@@ -397,7 +392,7 @@ def head_shares(cp: int, kv: int, group: int) -> list[int]:
     return [n for n in _divisors(cp) if group % (n // math.gcd(kv, n)) == 0]
 
 
-def _shared_among(layout: Layout, sizes: Sizes) -> int:
+def _shared_among(layout: Choice, sizes: Sizes) -> int:
     """Among how many ranks "ulysses+ring" shares heads out; the rest of cp is the ring."""
     if layout.shares is not None:
         return math.prod(layout.shares)
@@ -407,8 +402,14 @@ def _shared_among(layout: Layout, sizes: Sizes) -> int:
     return max(n for n in head_shares(cp, kv, group) if n < cp)
 
 
-def _of(layout: Layout, words: Mapping[str, str]) -> str:
+def _of(layout: Choice, words: Mapping[str, str]) -> str:
     return words["mesh"].format(layout.mesh)
+
+
+def _near_axis(name: str, among: Collection[str]) -> str:
+    """The axis that was meant, perhaps with its letters in another order; "" where none is like it."""
+    same = [a for a in among if sorted(a) == sorted(name)]
+    return "".join((same or difflib.get_close_matches(name, among, 1))[:1])
 
 
 def _near_divisors(n: int, near: int) -> str:
@@ -442,29 +443,158 @@ def _shares_of(mesh: Mesh) -> tuple[int, int]:
 
 # ---------------------------------------------------------------------------------------------- the nearest legal layouts
 
-WIDEST = 8  # sizes of one axis that are tried where the number of ranks has to change
+OPTIONS = ("sequence_parallel", "zero", "store", "state", "context", "microbatches")
+WIDEST = 6  # sizes of each axis that are tried where no layout of as many ranks is legal
 
 
-def _legal(asked: Layout, sizes: Sizes, world: int | None) -> Iterator[Layout]:
-    """The legal layouts, nearest first; each is only looked for when it is asked for."""
-    base = _with_sense(asked)
+def _legal(asked: Choice, sizes: Sizes, world: int | None) -> Iterator[Choice]:
+    """The legal layouts, the nearest first; each is only looked for when it is asked for."""
     wanted = asked.world if world is None else world
-    seen = set[str]()
+    bases = _with_sense(asked)
+    seen = set[tuple]()
+
+    def of(meshes: Sequence[dict[str, int]]) -> Iterator[Choice]:
+        """The legal ones on some meshes, with the options as they were, then with one changed, then with two."""
+        for changes in range(3):
+            for axes, base in itertools.product(meshes, bases):
+                for layout in _changed(_on(base, axes), sizes, changes):
+                    key = (tuple(layout.axes.items()), *[getattr(layout, name) for name in OPTIONS])
+                    if key not in seen and problem(layout, sizes) is None:
+                        yield layout
+                    seen.add(key)
+
+    if world is not None and asked.world != wanted:  # it may be the number of ranks that was a mistake
+        yield from itertools.islice(of([dict(bases[0].axes)]), 1)
+    near = _meshes(bases[0], sizes, wanted)
     found = False
-
-    def fresh(layout: Layout) -> bool:
-        key = repr(layout)
-        new = key not in seen and problem(layout, sizes) is None
-        seen.add(key)
-        return new
-
-    if wanted != base.world:  # it may be the number of ranks that was a mistake
-        for layout in filter(fresh, _other_options(base, sizes)):
+    for _, group in itertools.groupby(near, key=lambda axes: _changes(bases[0].axes, axes)):
+        for layout in of(list(group)):
+            found = True
             yield layout
-            break
-    for layout in filter(fresh, _ordered(base, _meshes(base, sizes, wanted), sizes)):
-        found = True
+    if not found:
+        yield from of(_meshes_of_other_sizes(bases[0], sizes, wanted))
+
+
+def _with_sense(asked: Choice) -> list[Choice]:
+    """The layout with what means nothing on any mesh taken out or put right, in one or two ways: axes and stages that
+    there are, and trees stored on axes of the mesh."""
+    axes: dict[str, int] = {}
+    for name, n in asked.axes.items():
+        if name not in AXES:
+            name = _near_axis(name, [a for a in AXES if a not in asked.axes and a not in axes])
+        if name:
+            axes[name] = n
+    axes = axes or {"dp": 1}
+
+    def stored(names: Sequence[str]) -> tuple[str, ...]:
+        data = [a for a in DATA if a in axes]
+        right = [n if n in axes else _near_axis(n, axes) or "".join(data[:1]) for n in names if n.strip()]
+        return tuple(dict.fromkeys(filter(None, right)))
+
+    zero = asked.zero if asked.zero is None else min(max(asked.zero, 0), 3)
+    base = replace(asked, axes=axes, zero=zero, store=stored(asked.store), state=stored(asked.state), shares=None)
+    if zero == 0 and (base.store or base.state):
+        return [replace(base, store=(), state=()), replace(base, zero=None)]
+    return [base]
+
+
+def _on(base: Choice, axes: Mapping[str, int]) -> Choice:
+    """The options on another mesh, without those that it leaves nothing to."""
+    return replace(
+        base,
+        axes=dict(axes),
+        sequence_parallel=base.sequence_parallel and "tp" in axes,
+        store=tuple(a for a in base.store if a in axes),
+        state=tuple(a for a in base.state if a in axes),
+        context=base.context if "cp" in axes else "gather",
+    )
+
+
+def _changed(layout: Choice, sizes: Sizes, changes: int) -> Iterator[Choice]:
+    """The layout with so many of its options changed, where that may help."""
+    if changes == 0:
         yield layout
-    if not found and not seen_legal(seen, base, wanted):
-        for layout in filter(fresh, _ordered(base, _meshes(base, sizes, None), sizes, wanted)):
-            yield layout
+        return
+    for other in _changed(layout, sizes, changes - 1):
+        for kind in KINDS if "cp" in layout.axes and other.context == layout.context else ():
+            if kind != other.context:
+                yield replace(other, context=kind)
+        if other.sequence_parallel:
+            yield replace(other, sequence_parallel=False)
+        if other.zero:
+            yield replace(other, zero=0, store=(), state=())
+        if sizes.batch_size is not None and other.microbatches > 1:
+            rows = max(-(-sizes.batch_size // other.size(*DATA)), 1)
+            yield replace(other, microbatches=max(d for d in _divisors(other.microbatches) if d <= rows))
+
+
+def _meshes(base: Choice, sizes: Sizes, world: int) -> list[dict[str, int]]:
+    """The meshes of so many ranks with every axis of a size that alone is legal, the nearest first."""
+    names = _usable(base)
+    fits = {name: [n for n in _divisors(world) if n == 1 or _alone(name, n, sizes)] for name in names}
+
+    def factored(left: int, rest: Sequence[str]) -> Iterator[dict[str, int]]:
+        if not rest:
+            if left == 1:
+                yield {}
+            return
+        for n in fits[rest[0]]:
+            if left % n == 0:
+                for more in factored(left // n, rest[1:]):
+                    yield {rest[0]: n, **more}
+
+    found = [_plain(axes) for axes in factored(world, names)]
+    return sorted(found, key=lambda axes: (*_distance(base.axes, axes), *_order(axes)))
+
+
+def _meshes_of_other_sizes(base: Choice, sizes: Sizes, world: int) -> list[dict[str, int]]:
+    """Meshes of about so many ranks, with the axes that there are, the nearest first."""
+    choices = []
+    for name, size in base.axes.items():
+        some = [n for n in range(1, 2 * size + 1) if n == 1 or _alone(name, n, sizes)]
+        choices.append(sorted(some, key=lambda n: (abs(math.log(n / size)), n))[:WIDEST] + [1])
+    found = {tuple(_plain(dict(zip(base.axes, chosen, strict=True))).items()) for chosen in itertools.product(*choices)}
+    meshes = [axes for axes in map(dict, found) if math.prod(axes.values()) != world]
+
+    def distance(axes: dict[str, int]) -> tuple:
+        ranks = math.prod(axes.values())
+        return abs(ranks - world), ranks, *_distance(base.axes, axes), *_order(axes)
+
+    return sorted(meshes, key=distance)
+
+
+def _usable(base: Choice) -> list[str]:
+    """The axes of a layout and the other usual ones, each where it stands in AXES."""
+    names = list(base.axes)
+    for name in AXES:
+        if name not in names and not (name in DATA and any(a in names for a in DATA)) and name != "fsdp":
+            later = list(AXES)[list(AXES).index(name) :]
+            names.insert(next((i for i, n in enumerate(names) if n in later), len(names)), name)
+    return names
+
+
+def _alone(name: str, n: int, sizes: Sizes) -> bool:
+    """Is an axis of this size legal where there is no other? If not, then on no mesh: rules only get stricter."""
+    kinds = KINDS if name == "cp" else KINDS[:1]
+    return any(problem(Choice({name: n}, context=kind), sizes) is None for kind in kinds)
+
+
+def _plain(axes: Mapping[str, int]) -> dict[str, int]:
+    return {a: n for a, n in axes.items() if n > 1} or {"dp": 1}
+
+
+def _order(axes: Mapping[str, int]) -> list[tuple[int, int]]:
+    """By what two meshes that are equally near are put in order."""
+    return [(list(AXES).index(a), n) for a, n in axes.items()]
+
+
+def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> int:
+    """In how many axes two meshes differ."""
+    return sum(before.get(a, 1) != after.get(a, 1) for a in {**before, **after})
+
+
+def _distance(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[int, int, float]:
+    """How far one mesh is from another: axes that differ, axes that are new, and the logarithm of all factors."""
+    factors = [after.get(a, 1) / before.get(a, 1) for a in {**before, **after}]
+    new = sum(a not in before for a in after)
+    return _changes(before, after), new, round(sum(abs(math.log2(f)) for f in factors), 6)

@@ -15,6 +15,7 @@ from fmegatron.errors import UserError
 from fmegatron.mesh import make_mesh
 from fmegatron.models import PRESETS, Decoder, DecoderConfig, config_from_dict, config_to_dict
 from fmegatron.models.config import CHOICES
+from fmegatron.models.fused import FUSED
 from fmegatron.precision import Precision
 from fmegatron.primitives import Llama3Scaling, LongRoPEScaling, YaRNScaling
 from fmegatron.random import key, normal
@@ -55,6 +56,7 @@ def drawn(seed: int) -> DecoderConfig:
     chosen |= {name: draw.choice(values) for name, values in options.items()}
     if chosen["window"] is not None:
         chosen["pattern"] = draw.choice([(), ("window", "full"), ("full", "window", "window")])
+    chosen |= {name: draw.random() < 0.5 for name in FUSED}
     return DecoderConfig(**SMALL, **chosen)
 
 

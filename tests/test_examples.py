@@ -1,20 +1,31 @@
-"""Every example runs as its docstring says, from an empty folder, and prints what it proves (each program asserts it too)."""
+"""Every example runs as its docstring says, from an empty folder, and prints what it proves (each program asserts it too).
 
+On one process in this one, which has loaded torch already; on several by torchrun.
+"""
+
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import pytest
+import torch
 
+torch.set_num_threads(1)
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RANKS = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"
 NUMBER = r"-?\d+\.\d+"
 
 
 def output(name: str, *arguments: str, folder: Path, launcher: tuple[str, ...] = ()) -> str:
+    if not launcher:
+        return output_here(name, *arguments, folder=folder)
     environment = {
         **os.environ,
         "PYTHONPATH": str(EXAMPLES.parent),
@@ -33,6 +44,22 @@ def output(name: str, *arguments: str, folder: Path, launcher: tuple[str, ...] =
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Warning" not in done.stderr, done.stderr
     return done.stdout
+
+
+def output_here(name: str, *arguments: str, folder: Path) -> str:
+    """What an example prints that runs in this process as a program, with torch's settings as they are at a start."""
+    before, printed = (sys.argv, torch.get_default_dtype(), torch.get_rng_state()), io.StringIO()
+    try:
+        sys.argv = [str(EXAMPLES / name), *arguments]
+        with contextlib.chdir(folder), contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", module="torch")  # its own deprecations are no example's
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        sys.argv, dtype, state = before
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(state)
+    return printed.getvalue()
 
 
 def numbers(pattern: str, text: str) -> list[float]:

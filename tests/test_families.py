@@ -13,7 +13,8 @@ from fmegatron.checking import check, infer_over
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.mesh import make_mesh
-from fmegatron.models import PRESETS, Decoder, DecoderConfig, gemma, hf, phi
+from fmegatron.models import PRESETS, Decoder, DecoderConfig, gemma, hf, load_hf, phi
+from fmegatron.models.fused import FUSED
 from fmegatron.rules import standard_rules
 from fmegatron.spec import count, params_of
 from tests import families
@@ -97,7 +98,7 @@ def test_the_checking_mode_accepts_and_confirms_what_gradients_are_summed_over(n
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2"])
 def test_compiled_blocks_are_one_graph_for_each_kind_of_layer(name):
-    """… whose window and rotary table it is given, and not one graph for each layer."""
+    """… whose window and rotary table it is given, and not one graph for each layer. Gemma with fused leaves."""
     from torch._dynamo.backends.debugging import aot_eager
 
     graphs = []
@@ -107,7 +108,8 @@ def test_compiled_blocks_are_one_graph_for_each_kind_of_layer(name):
         return aot_eager(graph, inputs)
 
     torch._dynamo.reset()
-    eager, params = families.ours(name)
+    fused = dict.fromkeys(FUSED, name == "gemma2")
+    eager, params = load_hf(families.folder_of(name), dtype=DOUBLE, **fused)
     config, batch, results = eager.config, families.batch_of(eager.config.vocab), []
     for model in (eager, Decoder(config, compile={"backend": counting})):
         results.append(families.gradients(model, params, batch, families.sharding(DOUBLE)))

@@ -18,6 +18,7 @@ from fmegatron.data.tokenizer import save_tokenizer, train_bpe
 from fmegatron.errors import UserError
 from fmegatron.mesh import make_mesh
 from fmegatron.models import Decoder, DecoderConfig, hf, load_hf, safetensors_files, save_hf
+from fmegatron.models.fused import FUSED
 from fmegatron.precision import Precision
 from fmegatron.random import key
 from fmegatron.rules import standard_rules
@@ -197,22 +198,25 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh", "rules"),
+    ("family", "mesh", "rules", "leaves"),
     [
-        *(("llama", *layout) for layout in LAYOUTS),
-        *(("phi3", *layout) for layout in LAYOUTS),  # fused matrices, as in GPT-2
-        *(("gpt2", *layout) for layout in LAYOUTS[:2]),
+        *(("llama", *layout, {}) for layout in LAYOUTS),
+        *(("phi3", *layout, {}) for layout in LAYOUTS),  # fused matrices, as in GPT-2
+        *(("gpt2", *layout, {}) for layout in LAYOUTS[:2]),
+        *(("llama", *layout, dict.fromkeys(FUSED, True)) for layout in LAYOUTS),
+        ("phi3", *LAYOUTS[0], {"fused_qkv": True}),
+        ("gpt2", *LAYOUTS[1], {"fused_qkv": True}),
     ],
 )
-def test_each_rank_reads_its_own_bytes_only(tmp_path, monkeypatch, family, mesh, rules):
+def test_each_rank_reads_its_own_bytes_only(tmp_path, monkeypatch, family, mesh, rules, leaves):
     """Every rank of a layout in turn: it reads exactly the bytes of its shards, and they are the right ones."""
     if family == "gpt2":
         small_gpt2(tmp_path, vocab_size=102)
     else:
         theirs(tmp_path, family, vocab_size=102, shard="6KB")
-    _, whole = load_hf(tmp_path)
+    _, whole = load_hf(tmp_path, **leaves)
     monkeypatch.setattr(safetensors_files.safetensors, "safe_open", Counting)
-    model = hf.model_of(tmp_path)
+    model = hf.model_of(tmp_path, **leaves)
     spec = params_of(model.spec())
     world = 1
     for part in mesh.split(","):
@@ -228,7 +232,7 @@ def test_each_rank_reads_its_own_bytes_only(tmp_path, monkeypatch, family, mesh,
         monkeypatch.setattr(Sharding, "stored_index", lambda self, p, one=one: one[name_of(spec, p)])
         monkeypatch.setattr(Sharding, "stored_shape", lambda self, p: shape[name_of(spec, p)])
         Counting.read = 0
-        _, params = load_hf(tmp_path)
+        _, params = load_hf(tmp_path, **leaves)
         loaded = tree.named(params)
         for path, x in tree.named(whole).items():
             for d, held in enumerate(one[path]):

@@ -2,7 +2,6 @@
 
 import functools
 import time
-import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -165,6 +164,24 @@ def test_chunks_compute_the_same_function(table):
             same(got, expected(sh, rows))
 
 
+@pytest.mark.parametrize(
+    "options", [{"zigzag": {"seq": "tp"}}, {"uneven": {"seq": 15}}], ids=lambda options: next(iter(options))
+)
+def test_a_sequence_in_no_plain_parts_is_not_cut(options):
+    """In zigzag order, or in parts that are filled up: then the batch is cut, and a single row is whole."""
+    n, marked = options.get("uneven", {"seq": S})["seq"], "batch seq** embed, embed mlp -> batch seq* mlp"
+    x, want = X[:, :n], X[:, :n] @ PARAMS["up"]
+    rows = dict.fromkeys(("batch", "embed", "seq*")) | {"mlp": "tp", "seq": "tp", "seq**": "tp"}
+    with simulate(2):
+        sh = Sharding(make_mesh("tp=2", device="cpu"), Rules(compute=rows, **options), precision=DOUBLE)
+        up = sh.shard(PARAMS["up"], "embed mlp")
+        for rows, count in ((4, 4), (1, 1)):
+            given = sh.shard(x[:rows], "batch seq embed")
+            got, found = chunks(lambda: sh.dot(given, up, marked, overlap=4))  # noqa: B023 (used at once)
+            assert found == [count]
+            same([got], [sh.shard(want[:rows], "batch seq* mlp")])
+
+
 def test_as_many_chunks_as_divide():
     """0 and 1: the product is whole. 3 of a batch of 4: two chunks. Without a mesh: nothing to run beside."""
     with simulate(4):
@@ -202,8 +219,13 @@ def test_exact_sums_are_equal_bit_for_bit():
             y = sh.dot(sh.dot(x, up, UP, overlap=n), down, DOWN, overlap=n)
             return [y, *torch.autograd.grad(y, [x, up, down], sh.shard(integers(B, S, D), "batch seq* embed"))]
 
+        def of_weight(n):
+            h = sh.shard(integers(B, S, M), "batch seq mlp")
+            y = sh.dot(h, (w := given[2].detach().requires_grad_()), DOWN, overlap=n)
+            return torch.autograd.grad(y, w, sh.shard(integers(B, S, D), "batch seq* embed"))
+
         for n in (2, 4):
-            for got, want in zip(run(n), run(0), strict=True):
+            for got, want in zip([*run(n), *of_weight(n)], [*run(0), *of_weight(0)], strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(per_rank(got), per_rank(want), strict=True))
 
 
@@ -266,7 +288,14 @@ def test_the_checking_mode_knows_what_enters():
         check(program("batch seq* embed -> batch seq embed | mlp"), spec, params, X, rules, dims=dims)
     wrong = {**spec, "up": leaf((D, M), "embed mlp", "batch seq*")}
     with pytest.raises(ShardingError):
-        check(lambda p, x, sh: scalar(sh, sh.dot(x, sh.use(p, wrong)["up"], UP, overlap=2)), wrong, params, X, rules, dims=dims)
+        check(
+            lambda p, x, sh: scalar(sh, sh.dot(x, sh.use(p, wrong)["up"], UP, overlap=2)),
+            wrong,
+            params,
+            X,
+            rules,
+            dims=dims,
+        )
 
 
 POLICIES = {"everything": everything, "nothing": nothing, "up and o": names("up", "o"), "all": names(*SPEC)}
@@ -305,3 +334,191 @@ def test_what_is_gathered_again():
         assert gathers(sh, lambda f: f) == [each // 2, each // 2, each]
         assert gathers(sh, lambda f: remat(f, nothing)) == [each // 2] * 4
         assert gathers(sh, lambda f: remat(f, names("up"))) == [each // 2, each // 2, each]
+
+
+# ------------------------------------------------------------------------------------------------ on real processes
+
+
+class Watched:
+    """While open: collectives, products and weights' gradients are noted in `events`; each collective takes `delay`
+    seconds, and each product `work`."""
+
+    def __init__(self, delay=0.0, work=0.0):
+        self.events, self.delay, self.work, self.under_way, self.count = [], delay, work, {}, 0
+
+    def begin(self, collective, x, mesh, axes):
+        y = self.original[0](collective, x, mesh, axes)
+        self.events.append(f"begin {collective}")
+        self.count += 1
+        self.under_way[id(y)] = y, collective, time.monotonic()
+        return y
+
+    def end(self, y):
+        _, collective, at = self.under_way.pop(id(y))
+        time.sleep(max(0.0, at + self.delay - time.monotonic()))
+        self.events.append(f"end {collective}")
+        return self.original[1](y)
+
+    def working(self, f, what):
+        def g(*args, **kwargs):
+            self.events.append(what)
+            time.sleep(self.work)
+            return f(*args, **kwargs)
+
+        return g
+
+    def __enter__(self):
+        there = fmegatron.overlap
+        self.original = collectives.begin, collectives.end, there.multiply, there.weight_gradient
+        collectives.begin, collectives.end = self.begin, self.end
+        there.multiply = self.working(there.multiply, "product")
+        there.weight_gradient = self.working(there.weight_gradient, "weight")
+        return self
+
+    def __exit__(self, *_):
+        there = fmegatron.overlap
+        collectives.begin, collectives.end, there.multiply, there.weight_gradient = self.original
+
+
+def two_ranks(rows=B, seq=S, embed=D, mlp=M):
+    """(sharding over tp=2 with SP, x, up, down as a rank holds them)."""
+    rows_of = {"batch": None, "seq": None, "seq*": "tp", "embed": None, "mlp": "tp"}
+    sh = Sharding(make_mesh("tp=2", device="cpu"), Rules(compute=rows_of))
+    sizes = {"batch seq* embed": (rows, seq, embed), "embed mlp": (embed, mlp), "mlp embed": (mlp, embed)}
+    return sh, [sh.shard(integers(*shape), dims).requires_grad_() for dims, shape in sizes.items()]
+
+
+def events():
+    """Of the forward and backward of a product with a gather, then of one with a scatter, in four chunks."""
+    sh, (x, up, down) = two_ranks()
+    found = []
+    for f, args in ((UP, (x, up)), (DOWN, (sh.dot(x, up, UP).detach().requires_grad_(), down))):
+        with Watched() as watched:
+            y = sh.dot(*args, f, overlap=4)
+        found.append(watched.events)
+        with Watched() as watched:
+            torch.autograd.grad(y, args, torch.ones_like(y))
+        found.append(watched.events)
+    return found
+
+
+def test_collectives_run_beside_the_products():
+    """Chunk i + 1 is gathered before the product of chunk i and awaited behind it; the sum of chunk i is awaited behind
+    the product of chunk i + 1, and the last one's behind the weight's gradient."""
+    b, e = (
+        {k: f"{what} {kind}" for k, kind in (("g", "all-gather"), ("s", "reduce-scatter"))} for what in ("begin", "end")
+    )
+    p, w = "product", "weight"
+    gathering = [b["g"], *(b["g"], e["g"], p) * 3, e["g"], p]
+    scattering = [p, b["s"], *(p, b["s"], e["s"]) * 3]
+    for found in processes(2).run(events):
+        assert found[0] == gathering
+        assert found[1] == [b["g"], *scattering, e["g"], w, e["s"]]
+        assert found[2] == [*scattering, e["s"]]
+        assert found[3] == [*gathering, w]
+
+
+DELAY = 0.03
+
+
+def seconds(delay, rounds=2):
+    """(the least seconds of a forward and backward of both, its collectives)."""
+    sh, given = two_ranks()
+    took = []
+    for _ in range(rounds):
+        torch.distributed.barrier()
+        with Watched(delay, 1.3 * DELAY) as watched:
+            began = time.monotonic()
+            y = sh.dot(sh.dot(given[0], given[1], UP, overlap=4), given[2], DOWN, overlap=4)
+            torch.autograd.grad(y.sum(), given)
+            took.append(time.monotonic() - began)
+    return min(took), watched.count
+
+
+def test_delayed_collectives_are_hidden():
+    """All but the first gather of forward and backward, and the last sum of the forward: 3 of 17."""
+    quick = max(t for t, _ in processes(2).run(seconds, 0.0))
+    slow, counts = zip(*processes(2).run(seconds, DELAY), strict=True)
+    assert set(counts) == {17}
+    assert max(slow) - quick < 0.3 * 17 * DELAY
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of storages made inside that lived at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.at, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                s = getattr(t, "elem", t).untyped_storage()
+                if s._cdata not in self.at or self.at[s._cdata][0].expired():
+                    self.at[s._cdata] = StorageWeakRef(s), s.nbytes()
+        self.peak = max(self.peak, self.now())
+        return out
+
+    def now(self):
+        self.at = {k: v for k, v in self.at.items() if not v[0].expired()}
+        return sum(n for _, n in self.at.values())
+
+
+def peaks(n):
+    """For either product [bytes at the peak of the forward, behind it, at the peak of the backward]."""
+    sh, (x, up, down) = two_ranks(8, 16, 24, 40)
+    found = []
+    for f, args in ((UP, (x, up)), (DOWN, (sh.dot(x, up, UP).detach().requires_grad_(), down))):
+        with Live() as forward:
+            y = sh.dot(*args, f, overlap=n)
+        found.append([forward.peak, forward.now()])
+        g = torch.ones_like(y)
+        with Live() as backward:
+            grads = torch.autograd.grad(y, args, g)
+        found[-1].append(backward.peak)
+        del y, g, grads
+    return found
+
+
+def test_memory():
+    """Never more than whole and two chunks. Of a gathered operand only chunks are there, and none is kept; of the
+    summands of a result too."""
+    (up, down), (cut_up, cut_down) = (processes(2).run(peaks, n)[0] for n in (0, 4))
+    stream = 4 * 8 * 16 * 24  # bytes of a whole [batch seq embed]
+    for whole, cut in ((up, cut_up), (down, cut_down)):
+        assert all(c <= w + 2 * stream // 4 for w, c in zip(whole, cut, strict=True)), (whole, cut)
+    assert cut_up[1] == up[1] - stream and cut_down[1] == down[1]
+    assert cut_up[0] == cut_up[1] + 3 * stream // 4  # one on its way, one that came and that put in order
+    assert cut_down[0] < down[0] - stream
+
+
+def pair(p, x, ctx, n=2):
+    h = ctx.sh.dot(x, p["up"], UP, name="up", overlap=n)
+    return ctx.sh.dot(h.tanh(), p["down"], DOWN, name="down", overlap=n)
+
+
+def compiled():
+    """The greatest difference of a compiled block from the same without chunks, whole and split."""
+    sh, (x, up, down) = two_ranks()
+    p, ctx, worst = {"up": up, "down": down}, Ctx(sh), 0.0
+    want = pair(p, x, ctx, 0)
+    wanted = torch.autograd.grad(want, [x, up, down], torch.ones_like(want))
+    f = torch.compile(pair, backend="aot_eager")
+    y = f(p, x, ctx)
+    for got in (torch.autograd.grad(y, [x, up, down], torch.ones_like(y)), halves(f, p, x, ctx)):
+        worst = max(worst, *(float((a - b).norm() / b.norm()) for a, b in zip(got, wanted, strict=True)))
+    return worst
+
+
+def halves(f, p, x, ctx):
+    s = split(f, names("up"))
+    y, residual = s.forward(p, x, ctx)
+    gx, left = s.backward_input(residual, torch.ones_like(y), p)
+    gp = s.backward_weight(left)
+    return gx, gp["up"], gp["down"]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_not_cut():
+    assert max(processes(2).run(compiled, timeout=300)) < 1e-6

@@ -1,5 +1,7 @@
 """Attention: every mask against plain softmax in float64, derivatives, and the bytes that it keeps."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -7,7 +9,8 @@ from torch.nn import functional
 
 from fmegatron.errors import UserError
 from fmegatron.primitives import attention, cu_seqlens_of, segments_of
-from fmegatron.primitives.attention import blocks, cpu
+from fmegatron.primitives.attention import blocks, cpu, cuda
+from fmegatron.primitives.attention.mask import Mask
 from tests.test_primitives import saved_bytes
 
 DOUBLE = torch.float64
@@ -141,6 +144,66 @@ def test_prompts_of_unequal_length_in_one_cache():
     segments = torch.zeros(2, 2, dtype=torch.int64)
     seen = order(2, 6) & (kv_segments == 0)[:, None]
     assert_same(attention(*args, segments=segments, kv_segments=kv_segments), reference(*args, seen), args)
+
+
+@pytest.mark.parametrize("form", [{}, dict(causal=False), dict(window=2)])
+def test_documents_of_the_keys_alone(form):
+    """A query's document is that of the key at its position; without positions, of the last keys."""
+    args, kv_segments = inputs(queries=4, keys=7), SEGMENTS
+    for given in ({}, dict(positions=torch.tensor([1, 2, 5, 6]), kv_positions=torch.arange(7))):
+        held = given.get("positions", torch.arange(3, 7))
+        rows = torch.stack([held, held])
+        both = dict(given, segments=kv_segments[:, held], kv_segments=kv_segments, **form)
+        alone = dict(given, kv_segments=kv_segments, **form)
+        assert_same(attention(*args, **alone), attention(*args, **both), args)
+        if "positions" in given:
+            by_row = dict(positions=rows, kv_positions=torch.arange(7), kv_segments=kv_segments, **form)
+            assert_same(attention(*args, **by_row), attention(*args, **both), args)
+    second = [torch.autograd.grad((attention(*args, **m) ** 3).sum(), args, create_graph=True) for m in (alone, both)]
+    again = [torch.autograd.grad(sum((g**2).sum() for g in grads), args) for grads in second]
+    torch.testing.assert_close(*again, rtol=1e-12, atol=1e-12)
+
+
+def test_which_masks_the_cuda_kernels_take():
+    """Decided by sizes, and by positions on the CPU; nothing runs on a GPU here."""
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(2, 8, 2, 2, 16))
+    wide = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, shape=(2, 8, 2, 2, 16))
+    segments, other = torch.zeros(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64)
+    at, keys = torch.tensor([4, 5, 6, 7, 24, 25, 26, 27]), torch.arange(32)
+    documents = (torch.arange(32) // 5).expand(2, 32)
+
+    def taken(*mask, q=q, **more):
+        found = cuda.calls(q, Mask(*mask, **more))
+        return None if found is None else [(c.rows, c.columns) for c in found]
+
+    whole = [(slice(0, 8), slice(0, 8))]
+    assert taken(8, 8, True) == taken(8, 8, False) == taken(8, 8, True, segments=segments) == whole
+    assert taken(8, 8, True, q=wide) is None
+    # documents of keys that may be others than the queries' at their place
+    assert taken(8, 8, True, segments=segments, kv_segments=other) is None
+    assert taken(8, 32, True, segments=segments, kv_segments=documents) is None
+    # queries behind a cache: the last keys' documents; where keys behind a query are seen, documents go on
+    assert taken(8, 32, True, kv_segments=documents) == [(slice(0, 8), slice(0, 32))]
+    assert taken(8, 32, False, kv_segments=documents) is None
+    # runs of positions over keys in order
+    runs = dict(positions=at, kv_positions=keys)
+    assert taken(8, 32, True, **runs) == [(slice(0, 4), slice(0, 8)), (slice(4, 8), slice(0, 28))]
+    assert taken(8, 32, True, 3, **runs) == [(slice(0, 4), slice(2, 8)), (slice(4, 8), slice(22, 28))]
+    assert taken(8, 32, True, **runs, kv_segments=documents) == taken(8, 32, True, **runs)
+    assert taken(8, 32, True, **runs, segments=segments, kv_segments=documents) is None
+    assert taken(8, 32, False, 9, **runs) is None
+    assert taken(8, 32, True, positions=at, kv_positions=keys.flip(0)) is None
+    assert taken(8, 32, True, positions=at.flip(0), kv_positions=keys) is None  # eight runs
+    assert taken(8, 32, True, positions=at - 5, kv_positions=keys) is None  # what fills up a part
+    assert taken(8, 32, True, positions=at.expand(2, 8), kv_positions=keys) is None
+    for c in cuda.calls(q, Mask(8, 32, True, 3, **runs, kv_segments=documents)):
+        assert torch.equal(c.mask.kv_segments, documents[:, c.columns])
+        assert torch.equal(c.mask.segments, documents[:, at[c.rows]])
+        starts, kv_starts = cuda._document_starts(c.mask, None)
+        sizes, kv_sizes = starts.diff(), kv_starts.diff()
+        assert sizes.sum() == 2 * 4 and kv_sizes.sum() == 2 * (c.columns.stop - c.columns.start)
+        expected = [(documents[b, at[c.rows]] == d).sum() for b in range(2) for d in c.mask.kv_segments[b].unique()]
+        assert sizes.tolist() == expected
 
 
 def test_a_query_that_sees_no_key_gives_zeros():

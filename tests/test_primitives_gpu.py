@@ -124,6 +124,52 @@ def test_many_blocks_of_halves(monkeypatch, dtype, window, softcap, by):
     near(got[3:], want[3:], dtype, slack=3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("documents", [None, 7, 50, 1000])
+@pytest.mark.parametrize("window, sinks", [(None, False), (None, True), (40, False), (200, True)])
+@pytest.mark.parametrize("place", [0, 2])
+def test_runs_of_a_sequence(monkeypatch, dtype, documents, window, sinks, place):
+    """Queries of two runs, as a rank holds them in zigzag order, run by run in the flash kernel."""
+    torch.manual_seed(0)
+    keys, part = 480, 60  # of 4 ranks
+    args = on_gpu(forms_inputs(sinks, queries=2 * part, keys=keys, head=20), dtype)
+    exact = [a.detach().double().requires_grad_() for a in args]
+    at = torch.cat([torch.arange(part) + n * part for n in (place, 7 - place)])
+    seen, given = within(at[None].cuda(), torch.arange(keys, device="cuda")[None], True, window), {}
+    if documents is not None:
+        rows = torch.stack([torch.arange(keys) // documents, (torch.arange(keys) + 30) // documents]).cuda()
+        given, seen = dict(kv_segments=rows), seen & (rows[:, at, None] == rows[:, None])
+
+    def never(*_):
+        raise AssertionError("plain operations ran")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "forward", never)
+        patch.setattr(blocks, "backward", never)
+        more = dict(sinks=args[3] if sinks else None, window=window, **given)
+        ours = attention(*args[:3], positions=at, kv_positions=torch.arange(keys), **more)
+        g = torch.randn_like(ours)
+        got = torch.autograd.grad(ours, args, g)
+    theirs = reference_of_forms(*exact, seen=seen)
+    want = torch.autograd.grad(theirs, exact, g.double())
+    near([ours, *got[:3]], [theirs, *want[:3]], dtype)
+    near(got[3:], want[3:], dtype, slack=3)
+
+
+def test_documents_behind_a_cache():
+    """Queries that are the last of the keys, whose documents alone are given."""
+    torch.manual_seed(0)
+    args = on_gpu(inputs(queries=5, keys=70, head=64), torch.bfloat16)
+    exact = [a.detach().double().requires_grad_() for a in args]
+    kv_segments = torch.zeros(2, 70, dtype=torch.int64, device="cuda")
+    kv_segments[0, :33] = -1
+    seen = order(5, 70).cuda() & (kv_segments == 0)[:, None]
+    ours, theirs = attention(*args, kv_segments=kv_segments), reference(*exact, seen)
+    g = torch.randn_like(ours)
+    got, want = torch.autograd.grad(ours, args, g), torch.autograd.grad(theirs, exact, g.double())
+    near([ours, *got], [theirs, *want], torch.bfloat16)
+
+
 def test_second_derivatives_of_forms():
     """The first order in the flash kernel, the second in plain operations."""
     torch.manual_seed(0)

@@ -149,7 +149,11 @@ FAST = tuple(IN_TWO)[:3]
 
 
 def check(message: str, parts: tuple[str, ...]) -> None:
-    assert message.startswith("fmegatron: error: ") and message.endswith("\n") and message.count("\n") == 1, message
+    """One sentence, which for a layout is followed by lines with legal ones."""
+    assert message.startswith("fmegatron: error: ") and message.endswith("\n"), message
+    first, *lines = message.splitlines()
+    assert first.endswith(". Nearest legal layouts:") == bool(lines), message
+    assert len(lines) <= 3 and all(line.startswith("  --mesh ") for line in lines), message
     for part in parts:
         assert part in message, message
 

@@ -13,13 +13,14 @@ from typing import Any
 
 from fmegatron.errors import UserError
 from fmegatron.models import PRESETS, Decoder, DecoderConfig
+from fmegatron.models.fused import FUSED
 from fmegatron.primitives import LinearScaling, Llama3Scaling
 
 LOSS = {"label_smoothing": 0.1, "z_loss": 0.01}  # so that each part of the loss has a gradient that is checked
 SHAPES = ((6, 3), (8, 2))  # query heads, kv heads: odd ones, and ones that tp=4 and tp=8 divide
 LEGAL_VOCAB, ODD_VOCAB = 48, 101
 SMALL = {"embed": 12, "head": 4, "mlp": 24, "layers": 2, "max_seq": 64}
-VARIES = ("heads", "kv_heads", "layers", "vocab", "tied", "dropout", "embed", "mlp", "head")
+VARIES = ("heads", "kv_heads", "layers", "vocab", "tied", "dropout", "embed", "mlp", "head", *FUSED)
 
 
 def families() -> dict[str, str]:
@@ -79,7 +80,7 @@ def small_model(name: str = "llama", **changes: Any) -> Decoder:
 
 def find_model(text: str) -> Any:
     """The model that a command line means: a preset or family in small sizes, with changes behind commas, such as
-    `llama,heads=8,kv_heads=2,tied=1`; or `module:object`, an object or module with spec and loss.
+    `llama,heads=8,kv_heads=2,tied=1` (fused=1: both kinds of fused leaves); or `module:object`, an object or module with spec and loss.
 
     Raises UserError for what is not there.
     """
@@ -95,6 +96,7 @@ def find_model(text: str) -> Any:
         except (ImportError, AttributeError) as error:
             raise UserError(f"model {text!r}: {error}") from None
         return found
+    changes = [c for change in changes for c in _spelt_out(change)]
     return small_model(name, **dict(_change(text, c) for c in changes))
 
 
@@ -131,6 +133,11 @@ def variants(name: str, shapes: Sequence[tuple[int, int]] = SHAPES) -> list[str]
 
 def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, bool) else value
+
+
+def _spelt_out(change: str) -> list[str]:
+    field, _, value = change.partition("=")
+    return [f"{n}={value}" for n in FUSED] if field == "fused" else [change]
 
 
 def _change(text: str, change: str) -> tuple[str, Any]:

@@ -5,7 +5,8 @@ al. 2022). Device, dtype, mask and form decide which kernel does it:
 
 - `cpu`: torch's flash kernel, over blocks of queries where there is a mask that the kernel lacks;
 - `cuda`, half precision, queries and keys in plain order, no soft cap: cuDNN's or torch's flash kernel, with
-  documents the latter's variable-length form, with a window the latter's window;
+  documents the latter's variable-length form, with a window the latter's window; causal queries of a few runs of a
+  sequence (as ranks hold them), whose positions lie on the CPU, run by run;
 - `blocks`, everything else: the same mathematics in plain torch operations, over blocks of queries.
 
 `mask` says what is seen, `sinks` folds learned sinks in behind any of them, `function` makes it one operation of torch.
@@ -57,11 +58,13 @@ def attention(
         zeros give the off-by-one softmax. It has a gradient, in its own dtype.
     positions, kv_positions: global positions, [seq] or [batch seq], in any order. None: plain order, the last query
         at the last key (so a query behind a cache of keys needs none). Leave them out where the order is plain: that
-        is what the fast kernels take.
+        is what the fast kernels take. On the CPU beside queries on CUDA they can be looked at without waiting, so that
+        a few runs of adjacent positions, over keys in plain order, go to the fast kernels too.
     segments: the document of each token, int[batch seq]; a token sees tokens of its own document only. The tokens of
         one document are adjacent. Positions that start again in each document are for `rotary`; here plain order does
         the same.
-    kv_segments: of the keys, where they are not the queries'.
+    kv_segments: of the keys, where they are not the queries'. Alone, without segments: keys are in plain order, and
+        the document of a query is that of the key at its position (without positions, of the last keys).
     cu_seqlens: instead of segments, int32[documents + 1]: where each document of the flattened [batch * seq] tokens
         starts, then their number (repeated at will). A document that crosses into the next row is cut there.
     scale: default 1 / sqrt(head).
@@ -76,8 +79,8 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is not None and segments is None:
         segments = segments_of(cu_seqlens, q.shape[0], q.shape[1])
-    if not causal and window is None:
-        positions = kv_positions = None
+    if not causal and window is None and (segments is not None or kv_segments is None):
+        positions = kv_positions = None  # which nothing depends on
     # Below, None for the keys' means the queries' own: dynamo refuses a Function that gets one tensor twice.
     kv_positions = None if kv_positions is positions else kv_positions
     kv_segments = None if kv_segments is segments else kv_segments
@@ -128,8 +131,8 @@ def _check(
             raise UserError(
                 "attention(cu_seqlens=…) needs as many keys as queries; give segments and kv_segments instead"
             )
-    if (segments is None and kv_segments is not None) or (positions is None and kv_positions is not None):
-        raise UserError("attention: kv_segments and kv_positions are given together with segments and positions")
+    if positions is None and kv_positions is not None:
+        raise UserError("attention: kv_positions are given together with positions")
 
 
 def _check_form(q: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> None:

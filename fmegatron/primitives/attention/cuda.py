@@ -7,19 +7,60 @@ strides, no window, and is not deterministic.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fmegatron.primitives.attention.mask import Mask, cu_seqlens_of
+from fmegatron.primitives.attention.mask import Mask, cu_seqlens_of, runs_of
 
 CUDNN_LENGTH = 512  # queries from which cuDNN is worth the time that it takes to plan for a new shape
 
 
-def takes(q: Tensor, mask: Mask) -> bool:
-    """Is there a kernel for these queries, and keys and values like them?"""
-    ordered = mask.positions is None and (mask.segments is None or mask.queries == mask.keys)
-    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 and ordered
+MOST_RUNS = 4  # of adjacent positions that are worth a call each: a zigzag order has two
+
+
+class Call(NamedTuple):
+    """One call of a kernel: these queries, the last of these keys."""
+
+    rows: slice
+    columns: slice
+    mask: Mask
+
+
+def calls(q: Any, mask: Mask) -> list[Call] | None:
+    """The calls that give attention of these queries, and keys and values like them; None where no kernel can."""
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > 256:
+        return None
+    if not mask.self_segments:
+        return None  # of queries that may lie in another document than the key at their place
+    if mask.positions is None:
+        if mask.segments is not None and mask.queries != mask.keys and not mask.causal:
+            return None  # documents go on behind the last query
+        return [Call(slice(0, mask.queries), slice(0, mask.keys), mask)]
+    return _calls_by_run(mask)
+
+
+def _calls_by_run(mask: Mask) -> list[Call] | None:
+    """A call for each run of adjacent positions, with the keys up to its end."""
+    assert mask.positions is not None and mask.kv_positions is not None
+    positions, kv = mask.positions, mask.kv_positions
+    known = positions.ndim == kv.ndim == 1 and positions.device.type == kv.device.type == "cpu"
+    if not (known and mask.causal) or not torch.equal(kv, torch.arange(mask.keys)):
+        return None
+    runs = runs_of(positions, MOST_RUNS)
+    if runs is None or any(first < 0 or first + r.stop - r.start > mask.keys for r, first in runs):
+        return None
+    found = []
+    for rows, first in runs:
+        end, start = first + rows.stop - rows.start, 0
+        if mask.window is not None:
+            start = max(0, first - mask.window + 1)
+        segments = None if mask.kv_segments is None else mask.kv_segments[..., start:end]
+        part = Mask(end - first, end - start, True, mask.window, kv_segments=segments)
+        found.append(Call(rows, slice(start, end), part))
+    return found
 
 
 def _cudnn_takes(q: Tensor, mask: Mask) -> bool:
@@ -47,20 +88,56 @@ def _window(mask: Mask) -> dict[str, int]:
     return dict(window_size_left=mask.window - 1, window_size_right=0 if mask.causal else mask.window - 1)
 
 
-def _document_starts(mask: Mask, cu_seqlens: Tensor | None) -> Tensor | None:
-    if mask.segments is None:
-        return None
-    if cu_seqlens is None:
-        return cu_seqlens_of(mask.segments)
-    # rows end documents too
+def _document_starts(mask: Mask, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Where the documents of queries and of keys start, as many of both: some keys' have no query."""
+    if mask.kv_segments is None:
+        return None, None
+    if mask.queries == mask.keys:
+        starts = cu_seqlens_of(mask.kv_segments) if cu_seqlens is None else _with_rows(cu_seqlens, mask)
+        return starts, starts
+    starts = cu_seqlens_of(mask.kv_segments)
+    row, place = starts.div(mask.keys, rounding_mode="floor"), starts % mask.keys
+    before = (place - (mask.keys - mask.queries)).clamp(min=0)
+    return (row * mask.queries + before).to(torch.int32), starts
+
+
+def _with_rows(cu_seqlens: Tensor, mask: Mask) -> Tensor:
+    """Rows end documents too."""
+    assert mask.segments is not None
     rows = torch.arange(0, mask.segments.numel(), mask.queries, dtype=torch.int32, device=cu_seqlens.device)
     return torch.cat([cu_seqlens.to(torch.int32), rows]).sort().values
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, cu_seqlens: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, calls: list[Call], cu_seqlens: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(o, lse)"""
+    if len(calls) == 1 and calls[0].columns == slice(0, k.shape[1]):
+        return _forward(q, k, v, calls[0].mask, cu_seqlens, scale)
+    parts = [_forward(q[:, c.rows], k[:, c.columns], v[:, c.columns], c.mask, None, scale) for c in calls]
+    return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, calls: list[Call], cu_seqlens: Tensor | None, scale: float, *results: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gq, gk, gv); results: o, lse, go"""
+    if len(calls) == 1 and calls[0].columns == slice(0, k.shape[1]):
+        return _backward(q, k, v, calls[0].mask, cu_seqlens, scale, *results)
+    rows_gq, (gk, gv) = [], (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
+    for rows, columns, mask in calls:
+        mine = (t[:, rows] for t in results)
+        gq, a, b = _backward(q[:, rows], k[:, columns], v[:, columns], mask, None, scale, *mine)
+        rows_gq.append(gq)
+        gk[:, columns] += a
+        gv[:, columns] += b
+    return torch.cat(rows_gq, 1), gk.to(k.dtype), gv.to(v.dtype)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, cu_seqlens: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of one call."""
     shape = q.shape
     if _cudnn_takes(q, mask):
         o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -68,21 +145,21 @@ def forward(
         )
         o, lse = o.transpose(1, 2), lse[..., 0].transpose(1, 2)
         return o.reshape(shape).contiguous(), lse.reshape(shape[:-1]).contiguous()
-    starts = _document_starts(mask, cu_seqlens)
+    starts, kv_starts = _document_starts(mask, cu_seqlens)
     q, k, v = _padded(q.flatten(2, 3), k, v)
     if starts is not None:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, mask.queries, mask.keys, 0.0, mask.causal, False, scale=scale, **_window(mask)
+        q, k, v, starts, kv_starts, mask.queries, mask.keys, 0.0, mask.causal, False, scale=scale, **_window(mask)
     )
     lse = lse.transpose(-1, -2)  # [heads tokens] or [batch heads seq] -> tokens first
     return o[..., : shape[-1]].reshape(shape).contiguous(), lse.reshape(shape[:-1]).contiguous()
 
 
-def backward(
+def _backward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, cu_seqlens: Tensor | None, scale: float, *results: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gq, gk, gv); results: o, lse, go"""
+    """(gq, gk, gv) of one call."""
     o, lse, go = (t.flatten(2, 3) for t in results)
     go, q_shape, k_shape = go.contiguous(), q.shape, k.shape
     q = q.flatten(2, 3)
@@ -104,7 +181,7 @@ def backward(
         )
         gq, gk, gv = (g.transpose(1, 2) for g in grads)
         return gq.reshape(q_shape).contiguous(), gk.contiguous(), gv.contiguous()
-    starts = _document_starts(mask, cu_seqlens)
+    starts, kv_starts = _document_starts(mask, cu_seqlens)
     q, k, v, o, go = _padded(q, k, v, o, go)
     if starts is not None:
         q, k, v, o, go, lse = (t.flatten(0, 1) for t in (q, k, v, o, go, lse))
@@ -116,7 +193,7 @@ def backward(
         o,
         lse.transpose(-1, -2).contiguous(),
         starts,
-        starts,
+        kv_starts,
         mask.queries,
         mask.keys,
         0.0,

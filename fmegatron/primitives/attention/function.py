@@ -150,8 +150,8 @@ def _attention(
     mask = _mask(q, k, causal, window, positions, kv_positions, segments, kv_segments)
     if softcap is None and q.device.type == "cpu":
         o, lse = cpu.forward(q, k, v, mask, scale)
-    elif softcap is None and cuda.takes(q, mask):
-        o, lse = cuda.forward(q, k, v, mask, cu_seqlens, scale)
+    elif softcap is None and (calls := cuda.calls(q, mask)) is not None:
+        o, lse = cuda.forward(q, k, v, calls, cu_seqlens, scale)
     else:
         o, lse = blocks.forward(q, k, v, mask, scale, softcap)
     return (o, lse) if sinks is None else with_sinks(o, lse, sinks)
@@ -185,8 +185,8 @@ def _attention_backward(
     if glse is None and softcap is None:
         if q.device.type == "cpu":
             return cpu.backward(q, k, v, mask, scale, o, lse, go)
-        if cuda.takes(q, mask):
-            return cuda.backward(q, k, v, mask, cu_seqlens, scale, o, lse, go)
+        if (calls := cuda.calls(q, mask)) is not None:
+            return cuda.backward(q, k, v, calls, cu_seqlens, scale, o, lse, go)
     return blocks.backward(q, k, v, mask, scale, softcap, o, lse, go, glse)
 
 
@@ -196,9 +196,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _mask(q: Tensor, k: Tensor, causal: bool, window: int | None, *tensors: Tensor | None) -> Mask:
-    """Blocks are chosen by values of positions and documents too: on the CPU always, elsewhere, where looking waits
-    for the device, for a window only."""
-    look = q.device.type == "cpu" or (
+    """Blocks are chosen by values of positions and documents too, where these lie on the CPU; elsewhere, where looking
+    waits for the device, for a window only."""
+    look = all(t is None or t.device.type == "cpu" for t in tensors) or (
         window is not None and not (q.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     )
     return Mask(q.shape[1], k.shape[1], causal, window, *tensors, look=look)

@@ -38,6 +38,7 @@ def cu_seqlens_of(segments: Tensor, documents: int | None = None) -> Tensor:
 class Mask:
     """The mask of one call. positions, segments: [seq] or [batch seq]; None for the keys' means the queries' own.
 
+    kv_segments alone: keys are in plain order, and the document of a query is that of the key at its position.
     look: blocks may be chosen by the values of positions and segments (which waits for another device than the CPU);
         else by order alone.
     """
@@ -56,6 +57,10 @@ class Mask:
         look: bool = False,
     ) -> None:
         self.queries, self.keys, self.causal, self.look = queries, keys, causal, look
+        # Is the document of a query that of the key at its position, for certain?
+        self.self_segments = kv_segments is None or segments is None
+        if segments is None and kv_segments is not None:
+            segments = _segments_at(kv_segments, positions, queries)
         self.positions, self.segments = positions, segments
         self.kv_positions = positions if kv_positions is None else kv_positions
         self.kv_segments = segments if kv_segments is None else kv_segments
@@ -145,8 +150,8 @@ class Mask:
             at = torch.arange(first, last + 1, device=device)[None, :, None]
             kv_at = torch.arange(columns.start, columns.stop, device=device)[None, None]
         else:
-            at = self.positions.view(-1, self.queries)[:, rows, None]
-            kv_at = self.kv_positions.view(-1, self.keys)[:, None, columns]
+            at = self.positions.view(-1, self.queries)[:, rows, None].to(device)
+            kv_at = self.kv_positions.view(-1, self.keys)[:, None, columns].to(device)
         if self.window is None:
             within = kv_at <= at
         else:
@@ -161,6 +166,28 @@ class Mask:
             late = self.window is not None and columns.stop - 1 >= first + self.window
         early = self.window is not None and columns.start <= last - self.window
         return columns.start == columns.stop or not (late or early)
+
+
+def _segments_at(kv_segments: Tensor, positions: Tensor | None, queries: int) -> Tensor:
+    """The documents of the keys at the queries' positions, which without any are the last ones."""
+    if positions is None:
+        return kv_segments[..., kv_segments.shape[-1] - queries :]
+    positions = positions.to(kv_segments.device).clamp(min=0)
+    if positions.ndim == 1:
+        return kv_segments.index_select(-1, positions)
+    return kv_segments.expand(positions.shape[0], -1).gather(-1, positions)
+
+
+def runs_of(positions: Tensor, most: int) -> list[tuple[slice, int]] | None:
+    """[(queries, the position of the first)] of the runs of adjacent positions in positions[seq]; None for more than
+    `most` runs. Looks at values."""
+    breaks = ((positions[1:] - positions[:-1]) != 1).nonzero().flatten().tolist()
+    if len(breaks) >= most:
+        return None
+    starts = [0, *(b + 1 for b in breaks)]
+    firsts = positions[starts].tolist()
+    ends = [*starts[1:], positions.shape[0]]
+    return [(slice(a, b), first) for a, b, first in zip(starts, ends, firsts, strict=True)]
 
 
 def _area(rows: slice, columns: slice) -> int:

@@ -1,0 +1,1 @@
+"""Mutants: deliberate defects in shipped code, each of which the harness must catch (see `table`)."""

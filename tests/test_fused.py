@@ -1,0 +1,214 @@
+"""Queries, keys and values in one leaf, and gate and up in one, against the same model with each apart.
+
+tests/test_decoder.py draws models with such leaves too, for its layouts, its checking mode and its caches, and
+tests/test_hf.py reads them rank by rank.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fmegatron import optim, tree
+from fmegatron.checking import infer_over
+from fmegatron.config import TrainConfig
+from fmegatron.context import Ctx
+from fmegatron.errors import UserError
+from fmegatron.job_model import computations, resumed_model
+from fmegatron.mesh import make_mesh
+from fmegatron.models import PRESETS, Decoder, load_hf, save_hf
+from fmegatron.models.fused import FUSED, fuse, unfuse, unfused
+from fmegatron.random import key
+from fmegatron.rules import standard_rules
+from fmegatron.sharding import Sharding
+from fmegatron.simulation import per_rank, simulate
+from fmegatron.spec import count, init, params_of
+from fmegatron.testing import assert_equivalent
+from fmegatron.testing.ledger import ledger
+from fmegatron.testing.models import find_model, model_text, small_config
+from tests import families
+from tests.test_decoder import DOUBLE, batch, drawn, gradients, parameters
+from tests.test_train_options import names_of
+
+torch.set_num_threads(1)
+BOTH = dict.fromkeys(FUSED, True)
+ONE = [{name: True} for name in FUSED]
+
+
+def fused_form(seed, **flags):
+    return dataclasses.replace(drawn(seed), **(flags or BOTH))
+
+
+# ------------------------------------------------------------------------------------------------- the same function
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 6, 7])
+def test_every_form_computes_the_same(seed):
+    """Loss and every gradient, to rounding, of drawn forms: gated or not, biases, norms, windows, soft-caps."""
+    config = fused_form(seed, fused_qkv=seed != 6, fused_gate_up=seed != 7)
+    apart, data, sh = unfused(config), batch(), Sharding(precision=DOUBLE)
+    params = parameters(apart)
+    (want, _), theirs = gradients(Decoder(apart), params, data, sh)
+    (got, _), mine = gradients(Decoder(config), fuse(params, config), data, sh)
+    assert abs(float(got - want)) <= 1e-14 * abs(float(want))
+    floor = 1e-3 * float(torch.stack([g.norm() for g in tree.leaves(theirs)]).norm())
+    for path, g in tree.named(unfuse(mine, config)).items():
+        other = tree.named(theirs)[path]
+        assert g.shape == other.shape and float((g - other).norm()) <= 1e-13 * max(float(other.norm()), floor), path
+
+
+LINES = [
+    ("llama,fused=1,mlp=26,layers=1", "tp=3 sp micro=2 mask=row"),  # an mlp that does not divide
+    ("qwen2,fused=1,heads=8,kv_heads=2", "tp=4,fsdp=2 sp zero=3 packed"),  # more ranks than kv heads, biases
+    ("olmo2,fused=1,heads=8,kv_heads=2", "dp=2,tp=4 micro=2 mask=row"),  # a norm over all heads, cut by two axes
+]
+
+
+@pytest.mark.parametrize(("model", "line"), LINES)
+def test_layouts_are_equivalent(model, line):
+    assert_equivalent(find_model(model), line, checks=("gradients",))
+
+
+def test_the_checking_mode_confirms_what_gradients_are_summed_over():
+    model, params = load_hf(families.folder_of("qwen3-biases-windows"), dtype=torch.float64, **BOTH)
+    mesh = make_mesh("dp=2,cp=2,tp=2", kv_heads=3, abstract=True, device="cpu")
+    rules, data = standard_rules(mesh, sequence_parallel=True), families.batch_of(model.config.vocab)
+
+    silent = families.bare(model)
+
+    def loss(params, batch, sh):
+        return sh.sum(silent.loss(params, batch, Ctx(sh=sh))[0]["lm"].items, "batch seq ->")
+
+    found = params_of(infer_over(loss, silent.spec(), params, data, rules))
+    for path, p in params_of(model.spec()).items():
+        assert set(p.over.split()) == set(found[path].over.split()), path
+
+
+# ----------------------------------------------------------------------------------------------------------- the leaves
+
+
+@pytest.mark.parametrize("preset", ["llama3.2-1b", "gpt2", "qwen2.5-0.5b", "gemma3-1b"])
+def test_the_leaves_hold_the_same_parameters(preset):
+    """As many, drawn with the same deviations, decayed where they are apart; as many operations."""
+    apart = Decoder(PRESETS[preset])
+    model = Decoder(dataclasses.replace(PRESETS[preset], **BOTH))
+    assert count(model.spec()) == count(apart.spec())
+    assert model.flops_per_token(512) == apart.flops_per_token(512)
+    layers = [params_of(m.spec()["layers"][0]) for m in (apart, model)]
+    for leaf, parts in {"qkv": "q k v", "qkv_bias": "q_bias", "gate_up": "gate up", "gate_up_bias": "up_bias"}.items():
+        if leaf in layers[1]:
+            for part in parts.split():
+                assert layers[1][leaf].init == layers[0][part].init
+                assert optim.decay_mask(layers[1][leaf]) == optim.decay_mask(layers[0][part]), leaf
+    assert not {"q", "k", "v", "gate"} & layers[1].keys()
+
+
+def test_biases_of_gate_and_up_do_not_decay():
+    spec = Decoder(small_config("llama", **BOTH, mlp_bias=True, qkv_bias=True)).spec()["layers"][0]
+    assert [n for n, p in spec.items() if n.endswith("bias") and optim.decay_mask(p)] == []
+
+
+def test_initial_values_have_the_same_deviation():
+    config = small_config("llama", embed=64, mlp=96, head=16, **BOTH)
+    drawn = unfuse(init(Decoder(config).spec(), key(0)), config)["layers"][0]
+    for name in ("q", "k", "v", "gate", "up"):
+        assert abs(float(drawn[name].std()) / config.init_std - 1) < 0.1 and abs(float(drawn[name].mean())) < 2e-3
+
+
+@pytest.mark.parametrize("flags", [BOTH, *ONE])
+def test_there_and_back_is_bitwise(flags):
+    for seed in range(4):
+        config = fused_form(seed, **(dict.fromkeys(FUSED, False) | flags))
+        params = parameters(unfused(config))
+        joined = fuse(params, config)
+        assert [x.shape for x in tree.leaves(joined)] == [p.shape for p in params_of(Decoder(config).spec()).values()]
+        back = tree.named(unfuse(joined, config))
+        assert back.keys() == tree.named(params).keys()
+        assert all(torch.equal(x, back[path]) for path, x in tree.named(params).items())
+
+
+def test_frozen_leaves_stay_none():
+    config = small_config("llama", **BOTH)
+    frozen = tree.tree_map(lambda p: None, Decoder(config).spec())
+    assert set(tree.leaves(fuse(unfuse(frozen, config), config))) == {None}
+    some = unfuse(init(Decoder(config).spec(), key(0)), config)
+    some["layers"][1]["k"] = None
+    with pytest.raises(UserError, match="of layers.1.qkv some parts are None"):
+        fuse(some, config)
+
+
+def test_trees_of_another_model_are_refused():
+    config = small_config("llama", **BOTH)
+    params = init(Decoder(config).spec(), key(0))
+    with pytest.raises(UserError, match="fuse: params are not those of this model apart: they differ in layers.0.gate"):
+        fuse(params, config)
+    with pytest.raises(UserError, match="unfuse: params are not those of this model fused: they differ in layers.0"):
+        unfuse(unfuse(params, config), config)
+
+
+@pytest.mark.parametrize("axes", ["dp=2,tp=3", "tp=4", "dp=4"])
+def test_shards_at_rest_are_converted(axes):
+    """To what the other leaves' rest would be, whatever axes hold the parts."""
+    config = small_config("llama", heads=12, kv_heads=6 if "tp=3" in axes else 2, **BOTH)
+    whole = init(Decoder(unfused(config)).spec(), key(0))
+    world = 6 if "tp=3" in axes else 4
+    with simulate(world):
+        mesh = make_mesh(axes, kv_heads=config.kv_heads, device="cpu")
+        sh = Sharding(mesh, standard_rules(mesh, store=("dp",) if "dp" in axes else ()))
+        apart = sh.shard_params(whole, Decoder(unfused(config)).spec())
+        with pytest.raises(UserError, match="give sh="):
+            fuse(apart, config)
+        joined = fuse(apart, config, sh=sh)
+        for got, want in (
+            (joined, sh.shard_params(fuse(whole, config), Decoder(config).spec())),
+            (unfuse(joined, config, sh=sh), apart),
+        ):
+            for (path, a), b in zip(tree.named(got).items(), tree.leaves(want), strict=True):
+                assert a.placements == b.placements, path
+                pairs = zip(per_rank(a.to_local()), per_rank(b.to_local()), strict=True)
+                assert all(torch.equal(x, y) for x, y in pairs), path
+
+
+def test_as_many_bytes_are_communicated():
+    line = "dp=2,tp=2 sp zero=3"
+    totals = [ledger(find_model(text), line).entries for text in ("llama,fused=1,kv_heads=2", "llama,kv_heads=2")]
+    assert [(e.kind, e.axes, e.count, e.bytes) for e in totals[0]] == [
+        (e.kind, e.axes, e.count, e.bytes) for e in totals[1]
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- files and runs
+
+
+@pytest.mark.parametrize("name", ["llama-biases-linear", "phi3-long", "gpt2", "gemma3"])
+def test_folders_of_hugging_face_are_read_and_written_alike(name, tmp_path):
+    """phi3 and gpt2 have fused tensors of their own, in another order."""
+    folder = families.folder_of(name)
+    plain, params = load_hf(folder)
+    for flags in (BOTH, ONE[0]):
+        model, got = load_hf(folder, **flags)
+        want = tree.named(fuse(params, model.config))
+        assert unfused(model.config) == plain.config and got.keys() == params.keys()
+        assert all(torch.equal(x, want[path]) for path, x in tree.named(got).items())
+        save_hf(tmp_path / "out", model, got, max_shard_bytes=8000)
+        assert families._difference(families.tensors_in(folder), families.tensors_in(tmp_path / "out")) == 0
+
+
+def test_names_for_the_command_line():
+    model = find_model("llama,fused=1")
+    assert model.config.fused_qkv and model.config.fused_gate_up
+    assert model_text(model) == "llama,fused_qkv=1,fused_gate_up=1" and find_model(model_text(model)) == model
+    for preset in ("tiny", "gpt2-tiny"):
+        for flags in (BOTH, *ONE):
+            sizes = dataclasses.replace(PRESETS[preset], embed=48, head=8, mlp=32, vocab=64, layers=1, **flags)
+            assert names_of(sizes) == set(computations(sizes))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_run_goes_on_with_the_leaves_it_has(name):
+    saved = dataclasses.replace(PRESETS["tiny"], **{name: True})
+    flag = name.replace("_", "-")
+    with pytest.raises(
+        UserError, match=f"--model-overrides.{flag} is False, but ckpt was trained with True.*init-from"
+    ):
+        resumed_model(TrainConfig(), saved, "ckpt")

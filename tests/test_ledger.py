@@ -1,0 +1,253 @@
+"""What a layout communicates, counted in a step that ran, is what closed forms say: kind, axes, count and bytes.
+
+The formulas are written out from sizes alone, one function for each kind of parallelism, of one rank and one step. A
+layout of several kinds costs the sum. Two rules say how many collectives the leaves of parameters share:
+
+- gradients that are reduced behind the last microbatch (`Reducer`): one bucket a layer; of the leaves outside the layers
+  the last norm and the head go with the last layer, whose backward comes first, and the embedding goes alone;
+- what ZeRO-3 gathers, and reduces in every microbatch: one bucket a layer, and one for each group of `ENDS`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+import pytest
+import torch
+
+from fmegatron.models import Decoder, DecoderConfig
+from fmegatron.testing import Layout, ledger
+
+VOCAB, EMBED, LAYERS, KV, GROUP, HEAD, MLP = 48, 16, 2, 2, 2, 4, 24
+CONFIG = DecoderConfig(
+    vocab=VOCAB, embed=EMBED, layers=LAYERS, heads=KV * GROUP, kv_heads=KV, head=HEAD, mlp=MLP, max_seq=64
+)
+MODEL = Decoder(CONFIG)
+FLOAT, INT = 4, 8  # bytes
+ENDS = (("embed",), ("norm",), ("head",))  # leaves outside the layers that ZeRO-3 gathers together
+
+# what a part of a formula gives: [(kind, axes joined by "×", count, bytes)]
+Cost = list[tuple[str, str, int, int]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+# ------------------------------------------------------------------------------------------------- sizes of a rank
+
+
+def elements(tp: int) -> dict[str, int]:
+    """{leaf: elements on a rank of tp} of one layer and of the ends. Of k and v each kv head lies on tp ÷ KV ranks where
+    these are more than kv heads."""
+    query, keys = EMBED * KV * GROUP * HEAD // tp, EMBED * KV * HEAD // min(tp, KV)
+    found = {"norm1": EMBED, "norm2": EMBED, "q": query, "k": keys, "v": keys, "o": query}
+    found |= dict.fromkeys(("gate", "up", "down"), EMBED * MLP // tp)
+    return found | {"embed": VOCAB * EMBED // tp, "norm": EMBED, "head": VOCAB * EMBED // tp}
+
+
+def layer_bytes(tp: int = 1) -> int:
+    return FLOAT * sum(n for leaf, n in elements(tp).items() if leaf not in sum(ENDS, ()))
+
+
+def end_bytes(*leaves: str, tp: int = 1) -> int:
+    return FLOAT * sum(elements(tp)[leaf] for leaf in leaves or sum(ENDS, ()))
+
+
+def tokens(layout: Layout) -> int:
+    """Tokens on a rank, of all microbatches."""
+    rows, seq = layout.batch
+    return rows * seq // layout.size("dp", "fsdp", "cp")
+
+
+# ------------------------------------------------------------------------------------------------------- the formulas
+
+
+def tensor(layout: Layout) -> Cost:
+    """Megatron-LM's (Shoeybi et al., 2019): the stream is summed behind the embedding, attention and the feed-forward
+    part, and its gradient in front of attention, the feed-forward part and the head; of the logits each token's maximum,
+    sum and the label's are."""
+    stream, t, m = tokens(layout) * EMBED * FLOAT, tokens(layout), layout.micro
+    joins = 2 * LAYERS + 1
+    return [("all-reduce", "tp", 2 * joins * m, 2 * joins * stream), ("all-reduce", "tp", 3 * m, 3 * t * FLOAT)]
+
+
+def sequence(layout: Layout) -> Cost:
+    """With sequence parallelism (Korthikanti et al., 2022) each of these all-reduces is a reduce-scatter, and an
+    all-gather on the other side of the norms, whose gradients are summed."""
+    stream, t, m = tokens(layout) * EMBED * FLOAT, tokens(layout), layout.micro
+    joins = 2 * LAYERS + 1
+    return [
+        ("all-gather", "tp", 2 * joins * m, 2 * joins * stream),
+        ("reduce-scatter", "tp", 2 * joins * m, 2 * joins * stream),
+        ("all-reduce", "tp", 3 * m, 3 * t * FLOAT),
+        ("all-reduce", "tp", LAYERS, joins * EMBED * FLOAT),
+    ]
+
+
+def replicated_keys(layout: Layout) -> Cost:
+    """With more ranks of tp than kv heads the gradients of k and v are summed over those that share a head."""
+    keys = elements(layout.size("tp"))["k"]
+    return [("all-reduce", "tp_group", LAYERS, LAYERS * 2 * keys * FLOAT)]
+
+
+def losses(axes: str) -> Cost:
+    """The tokens that count, and the sum of their losses: once a step."""
+    return [("all-reduce", axes, 2, INT + FLOAT)]
+
+
+def gradients(axes: str, kind: str = "all-reduce", *, tp: int = 1, times: int = 1, parts: int = 1) -> Cost:
+    """All gradients, behind the last microbatch or (`times`) every one. parts: of each leaf, which a rank holds one of."""
+    whole = (LAYERS * layer_bytes(tp) + end_bytes(tp=tp)) // parts
+    return [(kind, axes, times * (LAYERS + 1), times * whole)]
+
+
+def data(layout: Layout) -> Cost:
+    return gradients("dp") + losses("dp")
+
+
+def zero_1(layout: Layout) -> Cost:
+    """Gradients go to the owners of the optimizer's state once a step."""
+    return gradients("dp", "reduce-scatter") + losses("dp")
+
+
+def zero_2(layout: Layout) -> Cost:
+    """In every microbatch, for nowhere are they whole."""
+    return gradients("dp", "reduce-scatter", times=layout.micro) + losses("dp")
+
+
+def gathered(axes: str, layout: Layout, *, tp: int = 1) -> Cost:
+    """ZeRO-3 in every microbatch: layers are gathered for the forward and again for the backward, the ends once, and
+    gradients reduced."""
+    m, layers, ends = layout.micro, LAYERS * layer_bytes(tp), end_bytes(tp=tp)
+    return [
+        ("all-gather", axes, m * (2 * LAYERS + len(ENDS)), m * (2 * layers + ends)),
+        ("reduce-scatter", axes, m * (LAYERS + len(ENDS)), m * (layers + ends)),
+    ]
+
+
+def zero_3(layout: Layout) -> Cost:
+    return gathered("dp", layout) + losses("dp")
+
+
+def hybrid(layout: Layout) -> Cost:
+    """Shards within fsdp; their gradients are summed over the replicas of dp once a step."""
+    return gathered("fsdp", layout) + gradients("dp", parts=layout.size("fsdp")) + losses("fsdp×dp")
+
+
+def hybrid_state(layout: Layout) -> Cost:
+    """The same with the optimizer's state cut over the replicas too."""
+    return (
+        gathered("fsdp", layout)
+        + gradients("dp", "reduce-scatter", parts=layout.size("fsdp"))
+        + losses("fsdp×dp")
+    )
+
+
+def heads(layout: Layout) -> tuple[int, int]:
+    """Bytes on a rank of queries and of keys, in all microbatches, where cp cuts the sequence."""
+    tp = layout.size("tp")
+    t = tokens(layout) * FLOAT * HEAD
+    return t * KV * GROUP // tp, t * KV // min(tp, KV)
+
+
+def context(layout: Layout) -> Cost:
+    """Parameters are used on every part of the sequence."""
+    return gradients("cp") + losses("cp")
+
+
+def gather(layout: Layout) -> Cost:
+    """Of every layer keys and values, and of packed rows the documents; the gradients of keys and values."""
+    n, m, (_, keys) = layout.size("cp"), layout.micro, heads(layout)
+    found = [("all-gather", "cp", 2 * LAYERS * m, 2 * LAYERS * n * keys)]
+    found += [("reduce-scatter", "cp", 2 * LAYERS * m, 2 * LAYERS * n * keys)]
+    if layout.packed:
+        found += [("all-gather", "cp", LAYERS * m, LAYERS * n * tokens(layout) * INT)]
+    return found
+
+
+def ring(layout: Layout, axes: str = "cp", n: int = 0, keys: int = 0, held: int = 0) -> Cost:
+    """Of every layer keys and values go to the neighbour n - 1 times, forward and backward, and their gradients n times,
+    back to their owner (Liu et al., 2023)."""
+    n, keys, held, m = n or layout.size("cp"), keys or heads(layout)[1], held or tokens(layout), layout.micro
+    sent = 2 * (2 * (n - 1) + n)
+    found = [("exchange", axes, LAYERS * m * sent, LAYERS * sent * keys)]
+    if layout.packed:
+        found += [("exchange", axes, LAYERS * m * 2 * (n - 1), LAYERS * 2 * (n - 1) * held * INT)]
+    return found
+
+
+def ulysses(layout: Layout) -> Cost:
+    """Queries, keys, values and the output of every layer change from parts of the sequence to parts of the heads or
+    back, and their gradients (Jacobs et al., 2023)."""
+    m, (queries, keys) = layout.micro, heads(layout)
+    return [("all-to-all", "cp", LAYERS * m * 8, LAYERS * 4 * (queries + keys))]
+
+
+def ulysses_shared(layout: Layout) -> Cost:
+    """With fewer kv heads than ranks, keys and values first go to all that share a head, and their gradients are summed
+    there."""
+    m, (queries, keys), shared = layout.micro, heads(layout), layout.size("cp") // KV
+    return [
+        ("all-to-all", "cp", LAYERS * m * 4, LAYERS * 4 * queries),
+        ("all-to-all", "cp_kv", LAYERS * m * 4, LAYERS * 4 * shared * keys),
+        ("all-gather", "cp_group", LAYERS * m * 2, LAYERS * 2 * shared * keys),
+        ("reduce-scatter", "cp_group", LAYERS * m * 2, LAYERS * 2 * shared * keys),
+    ]
+
+
+def hierarchical(layout: Layout) -> Cost:
+    """All-to-all among the ranks of cp_kv, and a ring of cp_ring of what they hold then: longer parts of fewer heads."""
+    m, (queries, keys), n = layout.micro, heads(layout), layout.size("cp") // KV
+    found = [("all-to-all", "cp_kv", LAYERS * m * 8, LAYERS * 4 * (queries + keys))]
+    if layout.packed:
+        found += [("all-gather", "cp_kv", LAYERS * m, LAYERS * KV * tokens(layout) * INT)]
+    return found + ring(layout, "cp_ring", n, keys, KV * tokens(layout))
+
+
+# ------------------------------------------------------------------------------------------------------ the comparison
+
+
+def added(cost: Cost) -> dict[tuple[str, frozenset[str]], tuple[int, int]]:
+    """{(kind, axes): (count, bytes)}"""
+    found = defaultdict(lambda: (0, 0))
+    for kind, axes, count, size in cost:
+        n, held = found[kind, frozenset(axes.split("×"))]
+        found[kind, frozenset(axes.split("×"))] = n + count, held + size
+    return dict(found)
+
+
+def counted(line, part="gradients"):
+    found = ledger(MODEL, line, part=part)
+    return {(e.kind, frozenset(e.axes)): (e.count, e.bytes) for e in found.entries}
+
+
+FORMULAS = {
+    "tp=2 micro=2": [tensor],
+    "tp=4": [tensor, replicated_keys],
+    "tp=2 sp micro=2": [sequence],
+    "tp=4 sp": [sequence, replicated_keys],
+    "dp=4 micro=2": [data],
+    "dp=4 zero=1 micro=2": [zero_1],
+    "dp=4 zero=2 micro=2": [zero_2],
+    "dp=4 zero=3": [zero_3],
+    "dp=4 zero=3 micro=2": [zero_3],
+    "fsdp=2,dp=2 zero=3 store=fsdp micro=2": [hybrid],
+    "fsdp=2,dp=2 zero=3 store=fsdp state=dp micro=2": [hybrid_state],
+    "cp=4": [context, gather],
+    "cp=2 micro=2 packed": [context, gather],
+    "cp=4 context=ring": [context, ring],
+    "cp=2 context=ring micro=2 packed": [context, ring],
+    "cp=2 context=ulysses micro=2": [context, ulysses],
+    "cp=4 context=ulysses": [context, ulysses_shared],
+    "cp=4 context=ulysses+ring": [context, hierarchical],
+    "cp=4 context=ulysses+ring micro=2 packed": [context, hierarchical],
+}
+
+
+@pytest.mark.parametrize("line", FORMULAS)
+def test_what_ran_is_what_the_formulas_say(line):
+    layout = Layout.parse(line)
+    assert counted(line) == added(list(itertools.chain.from_iterable(f(layout) for f in FORMULAS[line])))
