@@ -424,10 +424,10 @@ def check_config(config: TrainConfig) -> None:
             ok, need = 0 <= value < float("inf"), "a number that is not negative"
         if not ok:
             raise UserError(f"--{path.replace('_', '-')} {value} must be {need}")
-    if config.batch.size % config.batch.microbatches:
+    if config.batch.size < config.batch.microbatches:
         raise UserError(
-            f"--batch.size {config.batch.size} does not divide into --batch.microbatches {config.batch.microbatches}: "
-            "use a multiple of it"
+            f"--batch.size {config.batch.size} is less than --batch.microbatches {config.batch.microbatches}, each of which "
+            "needs a row: use fewer"
         )
 
 

@@ -27,9 +27,11 @@ from fmegatron.loss_scale import LossScale, LossScaling
 from fmegatron.mesh import Mesh, make_mesh, parse_axes
 from fmegatron.models import Decoder, DecoderConfig, load_hf
 from fmegatron.optim import Optimizer
+from fmegatron.padding import held_positions, overwritten
 from fmegatron.parallel.context import factoring
 from fmegatron.parallel.legality import FLAGS, check_layout, flags
 from fmegatron.precision import Precision, dtype_of
+from fmegatron.primitives.rotary import DynamicNTKScaling, LongRoPEScaling
 from fmegatron.rules import standard_rules
 from fmegatron.sharding import Sharding
 from fmegatron.spec import abstract, init
@@ -85,9 +87,16 @@ def check_sizes(config: TrainConfig, world: int, sizes: DecoderConfig) -> None:
         zero=config.zero,
         context=config.cp,
         world=world,
+        uneven=uneven_sizes(sizes),
         words=words,
         spelled=flags,
     )
+
+
+def uneven_sizes(sizes: DecoderConfig) -> tuple[str, ...]:
+    """What need not divide by its ranks, as it is filled up: not the sequence where frequencies depend on its length."""
+    by_length = isinstance(sizes.rope_scaling, DynamicNTKScaling | LongRoPEScaling)
+    return ("batch", "vocab", "mlp") if by_length else ("batch", "seq", "vocab", "mlp")
 
 
 def mesh_axes(config: TrainConfig, world: int) -> str:
@@ -115,7 +124,7 @@ def make_setup(
     mesh = make_mesh(axes, also=also, kv_heads=sizes.kv_heads, device=device.type, world=world, abstract=check_only)
     precision = make_precision(config, device)
     layout = {"sequence_parallel": config.sp, "store": config.store, "zero": config.zero, "context": config.cp}
-    rules = standard_rules(mesh, **layout)  # type: ignore[arg-type]
+    rules = standard_rules(mesh, uneven={"vocab": sizes.vocab, "mlp": sizes.mlp}, **layout)  # type: ignore[arg-type]
     sh = Sharding(mesh, rules, precision=precision)
     sh.check_spec(Decoder(sizes).spec())
     return Setup(sh, mesh, device, precision)
@@ -202,13 +211,14 @@ def abstract_state(config: TrainConfig, run: Run, *, scaled: bool | None = None)
 
 
 class Batches:
-    """The part of each global batch that this rank holds: its rows, and of the sequence its columns."""
+    """The part of each global batch that this rank holds: its rows, and of the sequence its columns; filled up where
+    the batch does not divide."""
 
     def __init__(self, config: TrainConfig, setup: Setup) -> None:
         sh = setup.sh
         self.size, self.device = config.batch.size, setup.device
-        self.rows = sh.index("batch", config.batch.size, device="cpu")
-        self.columns = sh.index("seq", config.batch.seq_len, device="cpu") if sh.axes("seq") else None
+        self.rows, self.no_rows = held_positions(config.batch.size, "batch", sh)
+        self.columns, self.no_columns = held_positions(config.batch.seq_len, "seq", sh)
 
     def train(self, data: TokenDataset, step: int) -> dict[str, torch.Tensor]:
         """A pure function of (data, seed, step)."""
@@ -221,6 +231,7 @@ class Batches:
             yield self._placed(batch)
 
     def _placed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        batch = overwritten(batch, self.no_rows, self.no_columns)
         return {name: x.to(self.device, non_blocking=True) for name, x in batch.items()}
 
 

@@ -98,7 +98,8 @@ def check_mesh(config: TrainConfig) -> None:
         context=config.cp,
         microbatches=config.batch.microbatches,
     )
-    if problem(layout, Sizes(batch_size=config.batch.size, seq_len=config.batch.seq_len), world=world) is not None:
+    sizes = Sizes(batch_size=config.batch.size, seq_len=config.batch.seq_len, uneven=("batch", "seq"))
+    if problem(layout, sizes, world=world) is not None:
         from fmegatron.train import check_layout  # what it proposes is legal for the model too
 
         check_layout(config, world)

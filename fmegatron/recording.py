@@ -9,7 +9,7 @@ Only this process is recorded. In a simulation, where all ranks are one program,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,8 @@ _open: list[list[Collective]] = []
 class Collective:
     """One collective as one rank takes part in it.
 
-    kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", or "exchange" with a neighbour in a ring. axes: mesh axes, in rank order. ranks: members.
-    elements: of the tensor that each rank puts in.
+    kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", or "exchange" with a neighbour in a ring. axes: mesh
+        axes, in rank order. ranks: members. elements: of the tensor that each rank puts in.
     """
 
     kind: str
@@ -51,6 +51,14 @@ def note_collective(kind: str, axes: Sequence[str], ranks: int, x: torch.Tensor)
         made = Collective(kind, tuple(axes), ranks, x.numel(), x.dtype)
         for record in _open:
             record.append(made)
+
+
+def by_axes(found: Iterable[Collective]) -> dict[tuple[str, ...], list[Collective]]:
+    """Collectives by the axes they go over, in the order in which these come first."""
+    groups: dict[tuple[str, ...], list[Collective]] = {}
+    for c in found:
+        groups.setdefault(c.axes, []).append(c)
+    return groups
 
 
 @contextlib.contextmanager

@@ -212,7 +212,7 @@ def _mode() -> Any:
 
 @functools.cache
 def _kind(func: Any) -> str | None:
-    """"new", "view" (of its first argument) or "in place" (its first argument, or nothing, is what it gives); None for
+    """ "new", "view" (of its first argument) or "in place" (its first argument, or nothing, is what it gives); None for
     an operation that only torch's mode knows to run."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims", "fmegatron"):
         return None

@@ -33,8 +33,10 @@ from fmegatron.data import (
     prepare,
     prepared,
     unigram_entropy,
+    words,
 )
 from fmegatron.data.prepare import Prepared
+from fmegatron.data.words import by_flags
 from fmegatron.debug import explain_step
 from fmegatron.errors import UserError
 from fmegatron.generate import generate_tokens, most_tokens, prompt_ids
@@ -240,15 +242,16 @@ def prepare_data(config: TrainConfig, begun: checkpoint.Info | None) -> Prepared
             tokenizer = folder / "tokenizer"
         if tokenizer is not None:
             _check_tokenizer(tokenizer, begun)
-    result = prepare(
-        config.data,
-        folder,
-        tokenizer=tokenizer,
-        vocab_size=config.tokenizer_vocab,
-        text_key=config.text_key,
-        valid_fraction=config.eval.fraction,
-        workers=max(1, (os.cpu_count() or 1) // 2),
-    )
+    with by_flags(words.TRAIN):
+        result = prepare(
+            config.data,
+            folder,
+            tokenizer=tokenizer,
+            vocab_size=config.tokenizer_vocab,
+            text_key=config.text_key,
+            valid_fraction=config.eval.fraction,
+            workers=max(1, (os.cpu_count() or 1) // 2),
+        )
     if begun is not None:
         _check_tokenizer(result.tokenizer_path, begun)
     elif tokenizer is not None:

@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 from fmegatron.errors import UserError
 
-
 # What a way to run the ranks cannot show, by (engine, device).
 NOT_COVERED = {
     ("simulated", "cpu"): "real processes, messages between them and their order (--engine processes has these), GPUs",

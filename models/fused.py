@@ -7,12 +7,16 @@ and their biases without `embed`. kv heads and `mlp` are cut over ranks as they 
 permutation. Where `group` is cut too (more tensor-parallel ranks than kv heads), each rank holds all queries of its kv
 heads, and multiplies by its own.
 
-What is gained is the time in which small products leave a GPU idle, so neither is the default. One H200, bf16, 16384
-tokens, tests/bench/fused.py, time of fused / apart: whole models, compiled, 1.01 at 1.2B (16 kv heads) and 1.00 at 3.0B
-(8 of 24), and uncompiled 1.07 at 1.2B, of which gate and up are all: torch's kernels for activations read half rows
-slowly. Queries, keys and values alone, uncompiled: 0.85 with grouped heads, 0.7 to 0.9 in a half to an eighth of it.
+What is gained is the time in which small products leave a processor idle, so neither is the default: try `fused_qkv`
+where a rank has few or grouped heads. Measured by tests/bench/fused.py as time of fused / apart, forward and backward.
+One H200, bf16, 16384 tokens: whole models, compiled, 1.01 at 1.2B (16 kv heads) and 1.00 at 3.0B (8 kv heads, 24 of
+queries); uncompiled 1.07 at 1.2B, which is gate and up: torch's kernels for activations read half rows slowly. Queries,
+keys and values alone, uncompiled: 0.85 with 4 kv heads of 16; in a half to an eighth of the model, as tensor parallelism
+leaves a rank, 0.9 to 0.65. One CPU core, fp32, width 256: queries, keys and values 0.96, gate and up 1.02.
 
-Values are copied out of the product where it would otherwise be kept whole for backward (2 of 21.6 GiB at 1.2B). Optimizers see the leaves as they are: one that treats matrices as such (muon, adafactor) sees others.
+As much is kept for backward as apart: what is read there is copied out of the product where nothing else would keep it.
+Of optimizers, muon finds the matrices in a fused leaf, and adafactor takes the leaf as it is; rates by path, and patterns,
+name `qkv` and `gate_up`.
 
     fuse(params, config), unfuse(params, config)
 

@@ -284,9 +284,9 @@ def _check_tp_sizes(layout: Choice, sizes: Sizes) -> Broken | None:
 
 
 def _check_batch(layout: Choice, sizes: Sizes) -> Broken | None:
-    """Rows divide over the data ranks, unless they are filled up."""
+    """Rows divide over the data ranks, unless they are filled up; not every rank's rows may be filling."""
     n, data = sizes.batch_size, layout.size(*DATA)
-    if n is None or n % data == 0 or "batch" in sizes.uneven:
+    if n is None or n % data == 0 or ("batch" in sizes.uneven and n > data):
         return None
     return lambda w: (
         f"{w['batch_size'].format(n)} does not divide by {data}, the data-parallel ranks of {_of(layout, w)}: use "
@@ -340,30 +340,42 @@ def _check_shared_heads(layout: Choice, sizes: Sizes) -> Broken | None:
 
 
 def _check_sequence(layout: Choice, sizes: Sizes) -> Broken | None:
-    """Tokens divide over cp (with sequence parallelism over tp too) and into a zigzag order's 2 parts a rank, unless
-    they are filled up."""
-    n, cp, tp = sizes.seq_len, layout.size("cp"), layout.size("tp")
-    if n is None or "seq" in sizes.uneven:
+    """Tokens divide as the layout cuts them, unless they are filled up."""
+    n, (of, what) = sizes.seq_len, _sequence_parts(layout, sizes)
+    if n is None or n % of == 0 or "seq" in sizes.uneven:
         return None
-    cuts = cp * (tp if layout.sequence_parallel else 1)
-    ring = cp
-    if layout.context == "ulysses+ring" and cp > 1 and sizes.heads is not None:
-        ring = cp // _shared_among(layout, sizes)
-    zigzag = 2 * ring if layout.context != "ulysses" and ring > 1 else 1
-    if n % cuts == 0 and n % zigzag == 0:
-        return None
-    of, axes = math.lcm(cuts, zigzag), "cp × tp (sequence parallelism)" if layout.sequence_parallel else "cp"
-    what = f"the size of {axes}" if of == cuts else f"the least multiple of {axes} and twice the ranks of cp"
     return lambda w: (
         f"{w['seq_len'].format(n)} does not divide by {of}, {what} in {_of(layout, w)}: use {_near_multiples(n, of)}"
     )
 
 
+def _sequence_parts(layout: Choice, sizes: Sizes) -> tuple[int, str]:
+    """By what a sequence must divide, and why: over cp (with sequence parallelism over tp too), and into a zigzag
+    order's 2 parts a rank."""
+    cp, tp = layout.size("cp"), layout.size("tp")
+    cuts = cp * (tp if layout.sequence_parallel else 1)
+    ring = cp
+    if layout.context == "ulysses+ring" and cp > 1 and sizes.heads is not None:
+        ring = cp // _shared_among(layout, sizes)
+    zigzag = 2 * ring if layout.context != "ulysses" and ring > 1 else 1
+    of, axes = math.lcm(cuts, zigzag), "cp × tp (sequence parallelism)" if layout.sequence_parallel else "cp"
+    return of, f"the size of {axes}" if of == cuts else f"the least multiple of {axes} and twice the ranks of cp"
+
+
 def _check_positions(layout: Choice, sizes: Sizes) -> Broken | None:
-    """Every token has a learned position."""
+    """Every token has a learned position, those that fill up a sequence too."""
     n, rows = sizes.seq_len, sizes.positions
-    if n is None or rows is None or n <= rows:
+    if n is None or rows is None:
         return None
+    of, _ = _sequence_parts(layout, sizes)
+    filled = -(-n // of) * of
+    if filled <= rows:
+        return None
+    if n <= rows:
+        return lambda w: (
+            f"{w['seq_len'].format(n)} is filled up to {filled}, a multiple of {of}, in {_of(layout, w)}, which is longer "
+            f"than the model's {rows} learned positions: use at most {rows - rows % of}"
+        )
     return lambda w: f"{w['seq_len'].format(n)} is longer than the model's {rows} learned positions: use at most {rows}"
 
 

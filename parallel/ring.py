@@ -4,15 +4,19 @@ Every rank keeps its queries. Keys and values go to the next rank while those at
 results are merged by their log-sum-exps. The backward is a ring again, round which the gradients of keys and values
 travel with them. No rank ever holds more than two other ranks' keys and values, and none is kept for the backward.
 
-The exchanges are the same on all ranks and always happen. What a rank computes between them depends on its place: pairs
-of parts of which no query sees a key are left out, and pairs that need no mask are given to the kernels without one.
+The exchanges are the same on all ranks: global sizes and the mask's form decide them. Parts that a sliding window hides
+from every rank are not sent for; since in zigzag order a rank's two chunks border on those of the rank before and of
+the rank behind, keys and values then go a few steps round the ring one way and a few the other (`legs`). What a rank
+computes between exchanges depends on its place: pairs of parts of which no query sees a key are left out, and pairs
+that need no mask are given to the kernels without one.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,13 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from fmegatron.collectives import begin_exchange, ring_places
+from fmegatron.collectives import Exchange, begin_exchange, neighbours, ring_places
 from fmegatron.errors import ShardingError
 from fmegatron.mesh import Mesh
 from fmegatron.primitives._function import graph_wanted, wide
 from fmegatron.primitives.attention.blocks import finite
 from fmegatron.primitives.attention.sinks import sinks_gradient, with_sinks
-from fmegatron.simulation import on_each_rank
+from fmegatron.recording import note_collective
+from fmegatron.simulation import from_ranks, lift, on_each_rank
 
 
 class Form(NamedTuple):
@@ -73,6 +78,34 @@ def plan(mine: Sequence[int], theirs: Sequence[int], length: int, causal: bool, 
     mask = "none" if whole else "order" if diagonal else "positions"
     queries, keys = (slice(r.start * length, r.stop * length) for r in (rows, columns))
     return Call(queries, keys, mask)
+
+
+@functools.lru_cache(maxsize=256)
+def offsets_needed(ranks: int, part: int, zigzag: bool, causal: bool, window: int | None) -> frozenset[int]:
+    """The offsets s, from 1 to ranks - 1, for which some rank's queries see a key of the rank s places before it."""
+    if window is None:
+        return frozenset(range(1, ranks))
+
+    def seen(place: int, there: int) -> bool:
+        mine, theirs = (runs_of(p, part, ranks, zigzag) for p in (place, there))
+        return plan(mine, theirs, part // len(mine), causal, window) is not None
+
+    return frozenset(s for s in range(1, ranks) if any(seen(p, (p - s) % ranks) for p in range(ranks)))
+
+
+def legs(ranks: int, needed: Collection[int]) -> tuple[int, int]:
+    """(steps round the ring, steps the other way) that bring the parts at these offsets with the fewest exchanges, and
+    of as few, with the fewest the other way.
+
+    All n - 1 offsets: (n - 1, 0). A causal window of w keys in plain order of parts of p: (⌈(w - 1) / p⌉, 0); in zigzag
+    order, of chunks of c = p / 2: with m = ⌈(w - 1) / c⌉ chunks behind, (m, m) as long as 2 m < n - 1.
+    """
+    best = (ranks - 1, 0)
+    for there in sorted({0, *needed}, reverse=True):
+        back = max((ranks - s for s in needed if s > there), default=0)
+        if there + back < sum(best):
+            best = (there, back)
+    return best
 
 
 def _sees(q: int, k: int, length: int, causal: bool, window: int | None) -> bool:
@@ -137,11 +170,11 @@ def ring_forward(
     """(o, lse) of the queries of each rank and the keys and values of all. Without a graph."""
     part = q.shape[1]
     total: tuple[Tensor, ...] | None = None
-    for step, (k_, v_, *rest) in _passing(ring, [k, v, *_given(segments)]):
+    for offset, (k_, v_, *rest) in _passing(ring, [k, v, *_given(segments)], _legs(ring, part, form)):
 
         def merge(place: int, q: Tensor, k: Tensor, v: Tensor, mine: Any, theirs: Any, *total: Any) -> Sequence[Tensor]:
-            there = (place - step) % ring.size  # noqa: B023 (used at once)
-            return _merged(q, k, v, mine, theirs, form, *_runs(ring, place, there, part), *total)
+            holder = (place - offset) % ring.size  # noqa: B023 (used at once)
+            return _merged(q, k, v, mine, theirs, form, *_runs(ring, place, holder, part), *total)
 
         total = ring.on_ranks(merge, q, k_, v_, segments, *(rest or (None,)), *(total or (None, None)))
         del k_, v_, rest  # before the next ones but one are sent for
@@ -163,33 +196,81 @@ def ring_backward(
     go: Tensor,
     form: Form,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gq, gk, gv). Gradients of keys and values follow them round the ring, one step behind, and come home with one
-    step more. Without a graph."""
+    """(gq, gk, gv). Gradients of keys and values follow them, one step behind, and come home at the end of each leg:
+    round the whole ring with one step more, else the way that they came. Without a graph."""
     part, gq, coming = q.shape[1], None, None
-    for step, (k_, v_, *rest) in _passing(ring, [k, v, *_given(segments)]):
+    there, back = _legs(ring, part, form)
+    homes: list[list[Tensor]] = []
+    for offset, (k_, v_, *rest) in _passing(ring, [k, v, *_given(segments)], (there, back)):
 
         def gradients(place: int, *given: Any) -> Sequence[Tensor]:
             q, k, v, mine, theirs, o, lse, go, gq = given
-            there = (place - step) % ring.size  # noqa: B023 (used at once)
-            return _gradients(q, k, v, mine, theirs, o, lse, go, gq, form, *_runs(ring, place, there, part))
+            holder = (place - offset) % ring.size  # noqa: B023 (used at once)
+            return _gradients(q, k, v, mine, theirs, o, lse, go, gq, form, *_runs(ring, place, holder, part))
 
         gq, gk, gv = ring.on_ranks(gradients, q, k_, v_, segments, *(rest or (None,)), o, lse, go, gq)
         if coming is not None:
             gk, gv = (a + b for a, b in zip(coming.finish(), (gk, gv), strict=True))
-        coming = begin_exchange([gk, gv], ring.mesh, ring.axes)
+        stays = offset == 0 and there < ring.size - 1  # its own, which would only travel back
+        if stays or offset == there or offset == -back < 0:  # or the end of a leg
+            homes.append(_sent_home(ring, [gk, gv], offset))
+            coming = None
+        else:
+            coming = _begin(ring, [gk, gv], back=offset < 0)
         del gk, gv, k_, v_, rest
-    assert gq is not None and coming is not None
-    gk, gv = coming.finish()
+    assert gq is not None
+    gk, gv = (functools.reduce(torch.add, grads) for grads in zip(*homes, strict=True))
     return gq.to(q.dtype), gk.to(k.dtype), gv.to(v.dtype)
 
 
-def _passing(ring: Ring, tensors: list[Tensor]) -> Iterable[tuple[int, list[Tensor]]]:
-    """The tensors of every rank in turn, this one's first, then that before it, …, and how far off that is. The next
-    ones are on their way while the caller works, who must let go of what it was given (`enumerate` would not)."""
-    for step in range(ring.size):
-        coming = begin_exchange(tensors, ring.mesh, ring.axes) if step + 1 < ring.size else None
-        yield step, tensors
-        tensors = coming.finish() if coming is not None else []
+def _legs(ring: Ring, part: int, form: Form) -> tuple[int, int]:
+    return legs(ring.size, offsets_needed(ring.size, part, ring.zigzag, form.causal, form.window))
+
+
+def _passing(ring: Ring, tensors: list[Tensor], there_and_back: tuple[int, int]) -> Iterable[tuple[int, list[Tensor]]]:
+    """How far off, and the tensors of the rank so many places before: of this one, of that before it, …, then of that
+    behind it (-1), …. The next ones are on their way while the caller works, who must let go of what it was given
+    (`enumerate` would not)."""
+    there, back = there_and_back
+    held, order = tensors, [*range(there + 1), *range(-1, -back - 1, -1)]
+    for offset, following in itertools.zip_longest(order, order[1:]):
+        coming = None
+        if following is not None:
+            coming = _begin(ring, tensors if following == -1 else held, back=following < 0)
+        yield offset, held
+        held = coming.finish() if coming is not None else []
+
+
+def _sent_home(ring: Ring, grads: list[Tensor], offset: int) -> list[Tensor]:
+    """Gradients of the part of the rank `offset` places before, with the rank that they belong to: the shorter way."""
+    steps = offset % ring.size
+    ahead = ring.size - steps <= steps  # on round the ring
+    for _ in range(min(steps, ring.size - steps)):
+        grads = _begin(ring, grads, back=not ahead).finish()
+    return grads
+
+
+def _begin(ring: Ring, tensors: Sequence[Tensor], *, back: bool) -> Exchange:
+    """Send tensors to the rank behind, or `back` to the one before."""
+    return (BackwardExchange if back else begin_exchange)(tensors, ring.mesh, ring.axes)
+
+
+class BackwardExchange(Exchange):
+    """`begin_exchange` the other way: to the rank before, and from the one behind."""
+
+    def __init__(self, xs: Sequence[Tensor], mesh: Mesh, axes: tuple[str, ...]) -> None:
+        self.sent, self.pending = [x.contiguous() for x in xs], []
+        for x in self.sent:
+            note_collective("exchange", mesh.sorted(axes), mesh.size(axes), x)
+        before, behind = neighbours(mesh, axes)
+        if mesh.simulated:
+            self.received = [from_ranks(lift(x, mesh.world), behind) for x in self.sent]
+            return
+        rank, group = dist.get_rank(), mesh.process_group(axes)
+        self.received = [torch.empty_like(x) for x in self.sent]
+        sends = [dist.P2POp(dist.isend, x, before[rank], group) for x in self.sent]
+        receives = [dist.P2POp(dist.irecv, x, behind[rank], group) for x in self.received]
+        self.pending = dist.batch_isend_irecv([*sends, *receives])
 
 
 def _given(segments: Tensor | None) -> list[Tensor]:

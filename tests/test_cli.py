@@ -124,8 +124,8 @@ def test_the_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -
         (["--model-overrides.kv-heads", "0"], "--model-overrides.kv-heads 0 must be greater than 0"),
         (["--seed", "-1"], "--seed -1 must be"),
         (
-            ["--batch.size", "6", "--batch.microbatches", "4"],
-            "--batch.size 6 does not divide into --batch.microbatches 4",
+            ["--batch.size", "3", "--batch.microbatches", "4"],
+            "--batch.size 3 is less than --batch.microbatches 4",
         ),
     ],
 )
@@ -415,7 +415,7 @@ def test_verify_checks_a_layout_and_refuses_what_it_does_not_know(capsys):
 def test_stages_and_kinds_that_do_not_exist_are_refused(capsys, tmp_path):
     for flag, value, message in (
         ("--zero", "4", "--zero 4: the stages are 0"),
-        ("--zero", "1", "has no data axis to store over; add dp to --mesh"),
+        ("--zero", "1", "has no data axis to store over; add dp to the mesh"),
         ("--cp", "rings", "--cp rings is not known; did you mean ring?"),
     ):
         assert cli.main(["train", "--out", str(tmp_path / "x"), "--nproc", "1", "--mesh", "tp=1", flag, value]) == 2

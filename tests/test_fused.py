@@ -19,14 +19,17 @@ from fmegatron.mesh import make_mesh
 from fmegatron.models import PRESETS, Decoder, load_hf, save_hf
 from fmegatron.models.fused import FUSED, fuse, unfuse, unfused
 from fmegatron.random import key
+from fmegatron.remat import names, nothing
 from fmegatron.rules import standard_rules
 from fmegatron.sharding import Sharding
 from fmegatron.simulation import per_rank, simulate
 from fmegatron.spec import count, init, params_of
+from fmegatron.split import everything
 from fmegatron.testing import assert_equivalent
 from fmegatron.testing.ledger import ledger
 from fmegatron.testing.models import find_model, model_text, small_config
 from tests import families
+from tests import test_saved_bytes as saved
 from tests.test_decoder import DOUBLE, batch, drawn, gradients, parameters
 from tests.test_train_options import names_of
 
@@ -82,6 +85,21 @@ def test_the_checking_mode_confirms_what_gradients_are_summed_over():
     found = params_of(infer_over(loss, silent.spec(), params, data, rules))
     for path, p in params_of(model.spec()).items():
         assert set(p.over.split()) == set(found[path].over.split()), path
+
+
+@pytest.mark.parametrize("family", ["llama3-8b", "qwen2.5-7b", "gpt2", "qwen3-8b", "gemma2-2b", "olmo2-7b"])
+@pytest.mark.parametrize("policy", [everything, names("attention", "qkv", "q", "k", "v"), nothing])
+def test_as_many_bytes_are_kept_for_backward(family, policy):
+    """The parts of a product do not keep it alive for what nobody needs."""
+    kept = []
+    for config in (unfused(PRESETS[family]), dataclasses.replace(PRESETS[family], **BOTH)):
+        model, params, data, ctx = saved.make(policy, config=dataclasses.replace(config, **saved.SIZES))
+        x = model.embed(params, data, ctx).detach().requires_grad_()
+        with saved.Alive() as alive:
+            y = model._stack(params["layers"], x, ctx)
+        kept.append(sum(alive.sizes()))
+        del y
+    assert kept[0] == kept[1] > 0
 
 
 # ----------------------------------------------------------------------------------------------------------- the leaves
@@ -192,6 +210,21 @@ def test_folders_of_hugging_face_are_read_and_written_alike(name, tmp_path):
         assert all(torch.equal(x, want[path]) for path, x in tree.named(got).items())
         save_hf(tmp_path / "out", model, got, max_shard_bytes=8000)
         assert families._difference(families.tensors_in(folder), families.tensors_in(tmp_path / "out")) == 0
+
+
+@pytest.mark.parametrize("rows", [{"qkv": [1, 3], "gated": [1]}, {"qkv": [2], "gated": [0]}])
+def test_a_rank_may_hold_some_rows_of_the_joined_dim(rows, monkeypatch):
+    """As a rank does where store axes divide no other dim: here of two queries, key and value."""
+    folder = families.folder_of("llama-biases-linear")
+    model, whole = load_hf(folder, **BOTH)
+    held = {n: torch.tensor(i) for n, i in rows.items()}
+    monkeypatch.setattr(Sharding, "stored_index", lambda self, p: tuple(held.get(n) for n in p.names))
+    loaded = tree.named(load_hf(folder, **BOTH)[1])
+    for path, param in params_of(model.spec()).items():
+        want = tree.named(whole)[path]
+        for d, name in enumerate(param.names):
+            want = want.index_select(d, held[name]) if name in held else want
+        assert torch.equal(loaded[path], want), path
 
 
 def test_names_for_the_command_line():

@@ -16,7 +16,14 @@ from collections import defaultdict
 import pytest
 import torch
 
+from fmegatron import zero
+from fmegatron.mesh import make_mesh
 from fmegatron.models import Decoder, DecoderConfig
+from fmegatron.precision import Precision
+from fmegatron.recording import by_axes, record_collectives
+from fmegatron.rules import standard_rules
+from fmegatron.sharding import Sharding
+from fmegatron.simulation import simulate
 from fmegatron.testing import Layout, ledger
 
 VOCAB, EMBED, LAYERS, KV, GROUP, HEAD, MLP = 48, 16, 2, 2, 2, 4, 24
@@ -74,17 +81,28 @@ def tensor(layout: Layout) -> Cost:
     return [("all-reduce", "tp", 2 * joins * m, 2 * joins * stream), ("all-reduce", "tp", 3 * m, 3 * t * FLOAT)]
 
 
-def sequence(layout: Layout) -> Cost:
+def sequence(layout: Layout, parts: int = 1) -> Cost:
     """With sequence parallelism (Korthikanti et al., 2022) each of these all-reduces is a reduce-scatter, and an
-    all-gather on the other side of the norms, whose gradients are summed."""
+    all-gather on the other side of the norms, whose gradients are summed (parts: of which a rank holds one of)."""
     stream, t, m = tokens(layout) * EMBED * FLOAT, tokens(layout), layout.micro
     joins = 2 * LAYERS + 1
     return [
         ("all-gather", "tp", 2 * joins * m, 2 * joins * stream),
         ("reduce-scatter", "tp", 2 * joins * m, 2 * joins * stream),
         ("all-reduce", "tp", 3 * m, 3 * t * FLOAT),
-        ("all-reduce", "tp", LAYERS, joins * EMBED * FLOAT),
+        ("all-reduce", "tp", LAYERS, joins * EMBED // parts * FLOAT),
     ]
+
+
+def tensor_again(layout: Layout) -> Cost:
+    """What blocks that are computed again sum again."""
+    return [("all-reduce", "tp", 2 * LAYERS * layout.micro, 2 * LAYERS * tokens(layout) * EMBED * FLOAT)]
+
+
+def sequence_again(layout: Layout) -> Cost:
+    """What blocks that are computed again gather and scatter again."""
+    count, size = 2 * LAYERS * layout.micro, 2 * LAYERS * tokens(layout) * EMBED * FLOAT
+    return [(kind, "tp", count, size) for kind in ("all-gather", "reduce-scatter")]
 
 
 def replicated_keys(layout: Layout) -> Cost:
@@ -139,11 +157,7 @@ def hybrid(layout: Layout) -> Cost:
 
 def hybrid_state(layout: Layout) -> Cost:
     """The same with the optimizer's state cut over the replicas too."""
-    return (
-        gathered("fsdp", layout)
-        + gradients("dp", "reduce-scatter", parts=layout.size("fsdp"))
-        + losses("fsdp×dp")
-    )
+    return gathered("fsdp", layout) + gradients("dp", "reduce-scatter", parts=layout.size("fsdp")) + losses("fsdp×dp")
 
 
 def heads(layout: Layout) -> tuple[int, int]:
@@ -168,6 +182,11 @@ def gather(layout: Layout) -> Cost:
     return found
 
 
+def gather_again(layout: Layout) -> Cost:
+    """Blocks computed again gather keys and values again, though attention itself be kept: its backward reads them."""
+    return [(kind, axes, n, size) for kind, axes, n, size in gather(layout) if kind == "all-gather"]
+
+
 def ring(layout: Layout, axes: str = "cp", n: int = 0, keys: int = 0, held: int = 0) -> Cost:
     """Of every layer keys and values go to the neighbour n - 1 times, forward and backward, and their gradients n times,
     back to their owner (Liu et al., 2023)."""
@@ -177,6 +196,16 @@ def ring(layout: Layout, axes: str = "cp", n: int = 0, keys: int = 0, held: int 
     if layout.packed:
         found += [("exchange", axes, LAYERS * m * 2 * (n - 1), LAYERS * 2 * (n - 1) * held * INT)]
     return found
+
+
+def ring_again(layout: Layout) -> Cost:
+    """A ring computed again; one whose output is kept is not."""
+    n, m, (_, keys) = layout.size("cp"), layout.micro, heads(layout)
+    return [("exchange", "cp", LAYERS * m * 2 * (n - 1), LAYERS * 2 * (n - 1) * keys)]
+
+
+def ulysses_again(layout: Layout) -> Cost:
+    return [(kind, axes, n // 2, size // 2) for kind, axes, n, size in ulysses(layout)]
 
 
 def ulysses(layout: Layout) -> Cost:
@@ -207,6 +236,41 @@ def hierarchical(layout: Layout) -> Cost:
     return found + ring(layout, "cp_ring", n, keys, KV * tokens(layout))
 
 
+def everything(layout: Layout) -> Cost:
+    """Four kinds at once: each rank's part of the parameters by tp, gathered over dp and cp."""
+    tp, stored = layout.size("tp"), layout.size("dp", "cp")
+    return gathered("dp×cp", layout, tp=tp) + losses("dp×cp") + sequence(layout, parts=stored) + ring(layout)
+
+
+def not_dividing(layout: Layout) -> Cost:
+    """Three ranks that hold parameters: matrices are cut along their largest dim that divides by three, and where none
+    does (q, k, v, o, norms) along the largest, which is filled up while it is gathered and scattered."""
+    n, m = layout.size("dp"), layout.micro
+    filled = {leaf: -(-EMBED // n) * n for leaf in ("q", "k", "v", "o", "norm1", "norm2", "norm")}
+    sizes = {leaf: count // EMBED * filled.get(leaf, EMBED) for leaf, count in elements(1).items()}
+    ends = FLOAT * sum(sizes[leaf] for leaf in sum(ENDS, ()))
+    layers = LAYERS * (FLOAT * sum(sizes.values()) - ends)
+    return [
+        ("all-gather", "dp", m * (2 * LAYERS + len(ENDS)), m * (2 * layers + ends)),
+        ("reduce-scatter", "dp", m * (LAYERS + len(ENDS)), m * (layers + ends)),
+        *losses("dp"),
+    ]
+
+
+# -------------------------------------------------------------------------------------- what a step adds to gradients
+
+
+def norms(*axes: str, layouts: int = 1) -> Cost:
+    """The norms of gradients and of parameters, over axes that cut them: a sum for each way in which leaves lie."""
+    return [("all-reduce", a, 2, 2 * layouts * FLOAT) for a in axes]
+
+
+def returned(axes: str, parts: int = 1) -> Cost:
+    """ZeRO-1 and -2: the new parameters, in one bucket; the norm of the gradients, which alone are cut."""
+    whole = (LAYERS * layer_bytes() + end_bytes()) // parts
+    return [("all-gather", axes, 1, whole), ("all-reduce", axes, 1, FLOAT)]
+
+
 # ------------------------------------------------------------------------------------------------------ the comparison
 
 
@@ -227,23 +291,30 @@ def counted(line, part="gradients"):
 FORMULAS = {
     "tp=2 micro=2": [tensor],
     "tp=4": [tensor, replicated_keys],
+    "tp=2 remat=attention": [tensor, tensor_again],
     "tp=2 sp micro=2": [sequence],
     "tp=4 sp": [sequence, replicated_keys],
+    "tp=2 sp micro=2 remat=nothing": [sequence, sequence_again],
     "dp=4 micro=2": [data],
     "dp=4 zero=1 micro=2": [zero_1],
     "dp=4 zero=2 micro=2": [zero_2],
     "dp=4 zero=3": [zero_3],
-    "dp=4 zero=3 micro=2": [zero_3],
+    "dp=2 zero=3 micro=2 remat=nothing": [zero_3],  # gathered again in any case
+    "dp=3 zero=3 micro=2": [not_dividing],
     "fsdp=2,dp=2 zero=3 store=fsdp micro=2": [hybrid],
     "fsdp=2,dp=2 zero=3 store=fsdp state=dp micro=2": [hybrid_state],
     "cp=4": [context, gather],
     "cp=2 micro=2 packed": [context, gather],
+    "cp=2 packed remat=attention": [context, gather, gather_again],
     "cp=4 context=ring": [context, ring],
     "cp=2 context=ring micro=2 packed": [context, ring],
-    "cp=2 context=ulysses micro=2": [context, ulysses],
+    "cp=2 context=ring packed remat=attention": [context, ring],
+    "cp=2 context=ring remat=nothing": [context, ring, ring_again],
+    "cp=2 context=ulysses micro=2 remat=nothing": [context, ulysses, ulysses_again],
+    "cp=2 context=ulysses": [context, ulysses],
     "cp=4 context=ulysses": [context, ulysses_shared],
-    "cp=4 context=ulysses+ring": [context, hierarchical],
     "cp=4 context=ulysses+ring micro=2 packed": [context, hierarchical],
+    "dp=2,cp=2,tp=2 sp zero=3 micro=2 context=ring": [everything],
 }
 
 
@@ -251,3 +322,82 @@ FORMULAS = {
 def test_what_ran_is_what_the_formulas_say(line):
     layout = Layout.parse(line)
     assert counted(line) == added(list(itertools.chain.from_iterable(f(layout) for f in FORMULAS[line])))
+
+
+STEPS = {
+    "tp=2": lambda layout: tensor(layout) + norms("tp"),
+    "dp=4": data,
+    "dp=4 zero=1": lambda layout: zero_1(layout) + returned("dp"),
+    "dp=4 zero=2 micro=2": lambda layout: zero_2(layout) + returned("dp"),
+    "dp=4 zero=3": lambda layout: zero_3(layout) + norms("dp"),
+    "fsdp=2,dp=2 zero=3 store=fsdp": lambda layout: hybrid(layout) + norms("fsdp"),
+    "fsdp=2,dp=2 zero=3 store=fsdp state=dp": lambda layout: hybrid_state(layout) + norms("fsdp") + returned("dp", 2),
+}
+
+
+@pytest.mark.parametrize("line", STEPS)
+def test_what_a_whole_step_adds(line):
+    """Clipping uses the norm that the step reports."""
+    assert counted(line, "step") == added(STEPS[line](Layout.parse(line)))
+
+
+def test_a_bucket_that_is_full_makes_another(monkeypatch):
+    """What returns is cut into buckets of at most `BUCKET` elements, or a leaf that is larger."""
+    monkeypatch.setattr(zero, "BUCKET", VOCAB * EMBED // 4)  # a quarter of the embedding is what a rank has of it
+    sizes = [n // 4 for n in elements(1).values()]
+    assert max(sizes) == zero.BUCKET
+    found = ledger(MODEL, "dp=4 zero=1").of("all-gather", "dp")
+    assert found.bytes == dict([(x[0], x[3]) for x in returned("dp")])["all-gather"]
+    assert found.count > -(-found.bytes // FLOAT // 4 // zero.BUCKET) - 1 > 2
+
+
+# -------------------------------------------------------------------------------------------------- what is printed
+
+
+def test_a_ledger_is_a_table_with_sums_by_axes():
+    found = ledger(MODEL, "dp=2,tp=2 sp zero=3")
+    heading, names, *rows, last = str(found).splitlines()
+    assert heading == "one step of dp=2,tp=2 sp zero=3, on each of 4 ranks"
+    assert names.split() == ["collective", "over", "ranks", "count", "bytes", "sent", "by", "a", "rank"]
+    read = [row.replace(",", "").split() for row in rows]
+    for what, at in (("count", 3), ("bytes", 4), ("sent", 5)):
+        for axes in ("dp", "tp"):
+            of_kinds = [int(row[at]) for row in read if row[1] == axes and row[0] != "all"]
+            (of_all,) = [int(row[at]) for row in read if row[:2] == ["all", axes]]
+            assert sum(of_kinds) == of_all == sum(getattr(e, what) for e in found.entries if e.axes == (axes,)) > 0
+        assert int(last.replace(",", "").split()[at - 2]) == sum(getattr(e, what) for e in found.entries)
+    assert str(ledger(MODEL, "dp=1")) == "one step of dp=1 communicates nothing"
+
+
+@pytest.mark.parametrize(
+    ("equation", "sizes"),
+    [
+        ("batch seq mlp, mlp embed -> batch seq* embed", {"mlp": 6}),
+        ("batch seq* embed -> batch seq embed | mlp", {}),
+        ("batch seq mlp, mlp embed -> batch seq embed", {"mlp": 6}),
+        ("batch seq embed vocab -> batch seq embed", {"vocab": 7}),  # filled up
+    ],
+)
+def test_explain_says_what_runs(equation, sizes):
+    """Its totals are those of a record of the equation, forward and backward."""
+    dims = {"batch": 4, "seq": 6, "embed": 8, **sizes}
+    inputs, _, output = equation.partition(" -> ")
+    with simulate(4):
+        mesh = make_mesh("dp=2,tp=2", device="cpu")
+        rules = standard_rules(mesh, sequence_parallel=True, uneven={"vocab": 7})
+        sh = Sharding(mesh, rules, precision=Precision(params=torch.float64))
+        values = [torch.ones([dims[n.rstrip("*")] for n in side.split()]).double() for side in inputs.split(", ")]
+        local = [sh.shard(x, side).requires_grad_() for x, side in zip(values, inputs.split(", "), strict=True)]
+        with record_collectives() as found:
+            if len(local) == 2:
+                y = sh.dot(*local, equation)
+            else:
+                y = sh(*local, equation) if "vocab" not in dims else sh.sum(*local, equation)
+            y.sum().backward()
+    text = sh.explain(equation, **dims)
+    for axes, some in by_axes(found).items():
+        n, total, sent = len(some), sum(c.bytes for c in some), sum(c.sent for c in some)
+        plural = "s" if n > 1 else ""
+        assert f"in all over {axes[0]}: {n} collective{plural} of {total:,} bytes, {sent:,} sent by each rank" in text
+        assert all(f"{c.kind} over tp" in text for c in some)
+    assert found

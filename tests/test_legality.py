@@ -230,9 +230,9 @@ def test_the_message_ends_with_lines_that_can_be_typed() -> None:
     for refused in (
         ["--mesh", "dp=2,tp=4", "--nproc", "8", "--sp", "--zero", "2"],
         ["--mesh", "cp=4", "--nproc", "4", "--cp", "ulysses", "--batch.microbatches", "3"],
-        ["--mesh", "dp=4", "--nproc", "4", "--store", "dp", "--batch.microbatches", "2"],
+        ["--mesh", "dp=4", "--nproc", "4", "--store", "dp", "--batch.microbatches", "3"],
         ["--mesh", "dp=2", "--nproc", "2", "--store", "pd", "--zero", "0"],
-        ["--mesh", "dp=2,cp=5", "--nproc", "10", "--batch.microbatches", "2"],
+        ["--mesh", "dp=8", "--nproc", "8", "--batch.microbatches", "2"],
     ):
         config = cli.parse_train([*base, *refused])
         with pytest.raises(UserError) as error:

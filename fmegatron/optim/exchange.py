@@ -7,6 +7,7 @@ mesh dims on which leaves are replicated each rank takes a part without a messag
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,8 +50,7 @@ class Exchange:
         if self.mesh is not None and simulating():
             x = lift(x, torch.distributed.get_world_size())
         for dim, size, cuts in self.uneven:
-            counts = self._counts(cuts)
-            x = self._each_part(lambda x, _, d=dim, n=size, c=counts: filled(x, d, n, c), x, cuts)
+            x = self._each_part(functools.partial(_fill, dim, size, self._counts(cuts)), x, cuts)
         x = _padded(x, self._shares(n)[1])
         for d in self._shares(n)[0]:
             x = _own_part(x, self.mesh, d)
@@ -72,8 +72,7 @@ class Exchange:
             x = functional.wait_tensor(gather_single(x.contiguous(), 0, (self.mesh, d)))
         x = x[:n] if x.shape[0] != n else x
         for dim, size, cuts in self.uneven:
-            counts = self._counts(cuts)
-            x = self._each_part(lambda x, part, d=dim, n=size, c=counts: cut(x, d, n, c, part), x, cuts)
+            x = self._each_part(functools.partial(_cut, dim, size, self._counts(cuts)), x, cuts)
         return x
 
     def _counts(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
@@ -125,6 +124,14 @@ def exchange_of(p: Tensor, order: tuple[int, ...], counts: int) -> Exchange:
     cuts = [(d, order.index(dim) - counts + 1) for _, d, dim in reversed(found) if order.index(dim) >= counts]
     copies = [d for d in range(mesh.ndim) if mesh.size(d) > 1 and isinstance(p.placements[d], Replicate)]
     return Exchange(mesh, tuple(cuts), tuple(copies), tuple(uneven))
+
+
+def _fill(dim: int, n: int, counts: tuple[int, ...], x: Tensor, part: int) -> Tensor:
+    return filled(x, dim, n, counts)
+
+
+def _cut(dim: int, n: int, counts: tuple[int, ...], x: Tensor, part: int) -> Tensor:
+    return cut(x, dim, n, counts, part)
 
 
 def _padded(x: Tensor, n: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,10 +24,12 @@ from fmegatron.zero import with_sharded_state
 
 @dataclass(frozen=True)
 class Entry:
-    """Collectives of one kind over one group of ranks.
+    """Collectives of one kind over one group of ranks, as one rank takes part in them.
 
-    axes: mesh axes, by the names of the layout. bytes: of the buffers, as bandwidth tests count them. sent: bytes that
-    each rank sends in rings.
+    axes: mesh axes, by the names of the layout; tp_kv, tp_group, cp_ring, cp_kv and cp_group are the parts into which tp
+        and cp are cut for kv heads. count: a bucket of many leaves is one. bytes: of the whole buffers, as bandwidth
+        tests count them: what an all-gather gives, what any other kind is given. sent: bytes that a rank sends where
+        collectives are rings.
     """
 
     kind: str
@@ -48,22 +50,41 @@ class Ledger:
     def of(self, kind: str, *axes: str) -> Entry:
         """The entry of a kind over some axes; one of zeros if there is none."""
         found = [e for e in self.entries if e.kind == kind and (not axes or set(e.axes) == set(axes))]
-        return Entry(kind, axes, 0, *(sum(getattr(e, n) for e in found) for n in ("count", "bytes", "sent")))
+        return _sum(kind, axes, 0, found)
+
+    @property
+    def totals(self) -> tuple[Entry, ...]:
+        """All kinds together, for each group of ranks, the most bytes first."""
+        groups: dict[Any, list[Entry]] = defaultdict(list)
+        for e in self.entries:
+            groups[e.axes, e.ranks].append(e)
+        return tuple(_in_order(_sum("all", axes, ranks, some) for (axes, ranks), some in groups.items()))
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("collective", "axes", "ranks", "count", "bytes", "sent/rank")]
-        rows += [
-            (e.kind, "×".join(e.axes), str(e.ranks), f"{e.count:,}", f"{e.bytes:,}", f"{e.sent:,}")
-            for e in self.entries
-        ]
-        total = [sum(getattr(e, n) for e in self.entries) for n in ("count", "bytes", "sent")]
-        rows.append(("total", "", "", *(f"{n:,}" for n in total)))
+        if not self.entries:
+            return f"one step of {self.layout} communicates nothing"
+        rows = [("collective", "over", "ranks", "count", "bytes", "sent by a rank"), *map(_cells, self.entries)]
+        if len(totals := self.totals) > 1:
+            rows += map(_cells, totals)
+        rows.append(_cells(_sum("total", (), 0, self.entries)))
         widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-        lines = [f"collectives of one step of {self.layout}"]
+        lines = [f"one step of {self.layout}, on each of {self.layout.world} ranks"]
         for row in rows:
             cells = [c.rjust(w) if i > 1 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
             lines.append("  ".join(cells).rstrip())
         return "\n".join(lines)
+
+
+def _sum(kind: str, axes: tuple[str, ...], ranks: int, some: Sequence[Entry]) -> Entry:
+    return Entry(kind, axes, ranks, *(sum(getattr(e, n) for e in some) for n in ("count", "bytes", "sent")))
+
+
+def _in_order(entries: Iterable[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda e: (-e.sent, e.kind, e.axes))
+
+
+def _cells(e: Entry) -> tuple[str, ...]:
+    return e.kind, "×".join(e.axes), str(e.ranks or ""), f"{e.count:,}", f"{e.bytes:,}", f"{e.sent:,}"
 
 
 def ledger(
@@ -117,7 +138,7 @@ def summed_up(found: Sequence[Collective], mesh: Mesh) -> list[Entry]:
         Entry(kind, axes, ranks, len(some), sum(c.bytes for c in some), sum(c.sent for c in some))
         for (kind, axes, ranks), some in groups.items()
     ]
-    return sorted(entries, key=lambda e: (-e.sent, e.kind, e.axes))
+    return _in_order(entries)
 
 
 def _named(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:

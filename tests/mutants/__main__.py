@@ -62,7 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         found[name] = first
         print(
-            f"{name:{width}}  {first.number:2}  {first.layout}, {first.model}: {first.leaf}, {first.error:.1e}", flush=True
+            f"{name:{width}}  {first.number:2}  {first.layout}, {first.model}: {first.leaf}, {first.error:.1e}",
+            flush=True,
         )
     print(f"{len(names) - survived} of {len(names)} mutants killed")
     if given.write:

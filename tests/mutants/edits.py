@@ -74,7 +74,13 @@ def function_at(where: str) -> types.FunctionType:
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = inspect.getattr_static(found, part)
-    for attribute in ("__func__", "fget", "func", "_init_fn", "__wrapped__"):  # static, property, cached, operator, cache
+    for attribute in (
+        "__func__",
+        "fget",
+        "func",
+        "_init_fn",
+        "__wrapped__",
+    ):  # static, property, cached, operator, cache
         found = getattr(found, attribute, found) if not isinstance(found, types.FunctionType) else found
     assert isinstance(found, types.FunctionType), f"{where} is no function but {found!r}"
     return found

@@ -50,7 +50,11 @@ DATA_PARALLEL = (
     mutant(
         "replicas of hybrid sharding not summed",
         "torchtitan #2318, pytorch #155903: of HSDP's two reductions one is missing or scaled alone",
-        (f"{SHARDING}:Sharding._plan_optimizer", 'if t == "I" and target', 'if not self.rules.store and t == "I" and target'),
+        (
+            f"{SHARDING}:Sharding._plan_optimizer",
+            'if t == "I" and target',
+            'if not self.rules.store and t == "I" and target',
+        ),
     ),
     mutant(
         "only the last microbatch's gradient survives",
@@ -84,7 +88,11 @@ DATA_PARALLEL = (
     mutant(
         "a buffer is reused before its reduction under ZeRO-2",
         "DeepSpeed #7718: norm two to three times too small, loss alike at first",
-        (f"{ACCUMULATE}:_add_in_place", "dtype)), grads[i]) if each else (grads[i]", "dtype)), None) if each else (grads[i]"),
+        (
+            f"{ACCUMULATE}:_add_in_place",
+            "dtype)), grads[i]) if each else (grads[i]",
+            "dtype)), None) if each else (grads[i]",
+        ),
     ),
     mutant(
         "every microbatch reduces the running sum",
@@ -141,7 +149,11 @@ DATA_PARALLEL = (
     mutant(
         "the last bucket of updated weights is not gathered back",
         "accelerate #3835: the optimizer updates a copy that the model does not read",
-        (f"{ZERO}:_returned", "        out[rows[i]] = leaves.holder_of", "        out[rows[i]] = before[rows[i]] if i + 1 == len(rows) else leaves.holder_of"),
+        (
+            f"{ZERO}:_returned",
+            "        out[rows[i]] = leaves.holder_of",
+            "        out[rows[i]] = before[rows[i]] if i + 1 == len(rows) else leaves.holder_of",
+        ),
     ),
     mutant(
         "moments matched to parameters by flat order",
@@ -195,7 +207,7 @@ LOSS = (
         (
             f"{ACCUMULATE}:Scales.__init__",
             "_counted(w.items, w.dims, sh) for",
-            '(_counted(w.items, w.dims, sh) if sh.mesh is None else _Summand(w.items.long().sum() * sh.mesh.size('
+            "(_counted(w.items, w.dims, sh) if sh.mesh is None else _Summand(w.items.long().sum() * sh.mesh.size("
             '(*sh.axes("batch"), *sh.axes("seq"))))) for',
         ),
     ),
@@ -346,7 +358,11 @@ CONTEXT_PARALLEL = (
     mutant(
         "documents forgotten where the sequence is cut",
         "torchtitan #4167: the mask is silently causal",
-        (f"{CONTEXT}:_gathered", "    if segments is not None:\n        given", "    if segments is None:\n        given"),
+        (
+            f"{CONTEXT}:_gathered",
+            "    if segments is not None:\n        given",
+            "    if segments is not None and not sh.axes(seq):\n        given",
+        ),
     ),
     mutant(
         "balanced order not undone",
@@ -412,7 +428,11 @@ DROPOUT_AND_NORMS = (
     mutant(
         "one dropout mask for all microbatches",
         "Megatron-LM PR #4828, torchtitan #1750: the generator is set back for each of them",
-        (f"{ACCUMULATE}:cut_batch", "rows=part(ctx.rows, i)", "rows=part(ctx.rows, i) - part(ctx.rows, i)[:1] + ctx.rows[:1]"),
+        (
+            f"{ACCUMULATE}:cut_batch",
+            "rows=part(ctx.rows, i)",
+            "rows=part(ctx.rows, i) - part(ctx.rows, i)[:1] + ctx.rows[:1]",
+        ),
     ),
     mutant(
         "the norm counts replicas",
@@ -431,7 +451,11 @@ DROPOUT_AND_NORMS = (
     mutant(
         "the norm stays each rank's own",
         "pytorch #170862, accelerate #4219: a partial norm, too small by the root of the ranks",
-        (f"{NORM}:sum_of_squares", "torch.stack(summed([sums[at] for at in layouts], layouts))", "torch.stack([sums[at] for at in layouts])"),
+        (
+            f"{NORM}:sum_of_squares",
+            "torch.stack(summed([sums[at] for at in layouts], layouts))",
+            "torch.stack([sums[at] for at in layouts])",
+        ),
     ),
     mutant(
         "clipping by the norm of a rank's shards",
