@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from fmegatron import buckets
 from fmegatron.collectives import Step
 from fmegatron.context import Ctx
-from fmegatron.equations import parse_equation
 from fmegatron.errors import UserError
 from fmegatron.function import under_torch_func
 from fmegatron.grad import Trainable, as_at_rest, higher_order, scalar, to_local, trainable_leaves, unscaled
@@ -213,12 +212,8 @@ def _counted(items: Any, dims: str, sh: Sharding) -> _Summand:
 
 def _local_sum(x: torch.Tensor, equation: str, sh: Sharding) -> tuple[torch.Tensor, tuple[Step, ...]]:
     """`sh.sum` without its arrows, and these; where they are no mere all-reduce, all of it."""
-    steps = sh._plan(("sum", equation), sh._plan_contraction, equation, 1)[0]
-    if any(step.kind != "P>I" for step in steps):
-        return sh.sum(x, equation), ()
-    parsed, gone = parse_equation(equation, 1), sh._reduced_dims(x, equation)
-    x = sh._without_filling(x, parsed.inputs[0].dims, parsed.output.dims)
-    return (x.sum(gone) if gone else x), steps
+    y, steps = sh.local_sum(x, equation)
+    return (sh.sum(x, equation), ()) if any(step.kind != "P>I" for step in steps) else (y, steps)
 
 
 class _Reduced:

@@ -69,6 +69,10 @@ class ModelOverrides:
     """Biases of the feed-forward part."""
     tied: bool | None = None
     """Whether the output matrix is the embedding."""
+    fused_qkv: bool | None = None
+    """Queries, keys and values in one leaf, so that one product makes them: faster with few heads on a rank."""
+    fused_gate_up: bool | None = None
+    """Gate and up in one leaf."""
     init_std: float | None = None
     """Standard deviation of the initial matrices."""
     family: str | None = None
@@ -256,6 +260,8 @@ class TrainConfig:
     stage and no --store: fsdp, or dp where the mesh has no fsdp."""
     sp: bool = False
     """Sequence parallelism: between blocks the sequence is divided over tp."""
+    overlap: int = 0
+    """Chunks into which tensor-parallel products are cut, so that gathers and sums over tp run beside them; 0: whole."""
     cp: Literal["gather", "ring", "ulysses", "ulysses+ring"] = "gather"
     """How attention reads the sequence that the mesh axis cp divides: all-gather of keys and values, exchanges between
     neighbours, all-to-all of heads, or all-to-all inside and exchanges across."""

@@ -26,6 +26,7 @@ from fmegatron.job_optim import make_loss_scaling, make_optimizer
 from fmegatron.loss_scale import LossScale, LossScaling
 from fmegatron.mesh import Mesh, make_mesh, parse_axes
 from fmegatron.models import Decoder, DecoderConfig, load_hf
+from fmegatron.models.fused import FUSED
 from fmegatron.optim import Optimizer
 from fmegatron.padding import held_positions, overwritten
 from fmegatron.parallel.context import factoring
@@ -150,6 +151,7 @@ def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:
         compile=config.compile,
         label_smoothing=config.loss.label_smoothing,
         z_loss=config.loss.z_loss,
+        overlap=config.overlap,
     )
     spec = model.spec()
     setup.sh.check_spec(spec)
@@ -195,7 +197,8 @@ def load_pretrained(config: TrainConfig, run: Run) -> Any:
         vocab=run.model.config.vocab,
         seed=config.seed,
         ignore_fields=ignored_fields(config),
-    )  # without the overrides, none of which changes a parameter
+        **{name: getattr(run.model.config, name) for name in FUSED},
+    )  # without the other overrides, none of which changes a parameter
     return params
 
 

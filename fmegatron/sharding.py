@@ -101,6 +101,11 @@ class Sharding:
         finally:
             self._plans["delayed"] -= 1
 
+    @property
+    def refused(self) -> bool:
+        """May this sharding not use parameters now, as another one of the same plans `others_refused`?"""
+        return not self.delayed and bool(self._plans.get("delayed"))
+
     # ------------------------------------------------------------------------------------------------------- equations
 
     def __call__(self, x: torch.Tensor, equation: str | None = None, **placements: tuple[Any, Any]) -> torch.Tensor:
@@ -157,16 +162,23 @@ class Sharding:
 
     def sum(self, x: torch.Tensor, equation: str) -> torch.Tensor:
         """The sum over the dims that the output lacks, over all ranks that hold them: sh.sum(x, "batch seq ->")."""
+        with self._unchecked():
+            y, steps = self.local_sum(x, equation)
+            y = self._run(y, steps)
+        if self.check is None:
+            return y
+        _, lays, raw, target = self._plan(("sum", equation), self._plan_contraction, equation, 1)
+        return self.check.equation((x,), lays, y, raw, target, equation)
+
+    def local_sum(self, x: torch.Tensor, equation: str) -> tuple[torch.Tensor, tuple[Step, ...]]:
+        """`sum` in two parts: the sum over what this rank holds, and the arrows that are left."""
         gone = self._reduced_dims(x, equation)
         if self.mesh is None:
-            return x.sum(gone) if gone else x
-        steps, lays, raw, target = self._plan(("sum", equation), self._plan_contraction, equation, 1)
+            return (x.sum(gone) if gone else x), ()
+        steps, *_ = self._plan(("sum", equation), self._plan_contraction, equation, 1)
         parsed = parse_equation(equation, 1)
         x = self._without_filling(x, parsed.inputs[0].dims, parsed.output.dims)
-        with self._unchecked():
-            y = x.sum(gone) if gone else x
-            y = self._run(y, steps)
-        return self.check.equation((x,), lays, y, raw, target, equation) if self.check else y
+        return (x.sum(gone) if gone else x), steps
 
     def max(self, x: torch.Tensor, equation: str) -> torch.Tensor:
         """The maximum over the dims that the output lacks, over all ranks that hold them. It has no gradient."""
@@ -315,7 +327,7 @@ class Sharding:
         compute = self.compute_dtype(param)
         if self.mesh is None:
             return w.to(compute)
-        if not self.delayed and not torch.compiler.is_compiling() and self._plans.get("delayed"):
+        if not torch.compiler.is_compiling() and self.refused:
             raise ShardingError(
                 f"parameter {param.dims!r} is used by a Sharding that is not ctx.sh, while accumulate(…, spec=…) delays the "
                 "sums of gradients: read parameters by ctx.sh in the loss"

@@ -169,6 +169,8 @@ def _mode() -> Any:
             if func is aten.dim.default:
                 return len(args[0]._size)
             kind = None if self._disable or any(t is not LocalTensor for t in types) else _kind(func)
+            if kind == "view" and not (args and type(args[0]) is LocalTensor):
+                kind = None
             where = None if kind is None else _places(args, kwargs, LocalTensor)
             if where is None:
                 return super().__torch_dispatch__(func, types, args, kwargs)

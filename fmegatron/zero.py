@@ -203,7 +203,7 @@ class Ahead:
         sh = self.sh
         if sh.mesh is None or sh.check is not None or under_torch_func() or torch.compiler.is_compiling():
             return False
-        if sh._plans.get("delayed") and not sh.delayed:  # which `use` refuses
+        if sh.refused:  # by `use`
             return False
         return all(map(tree.is_float, tree.leaves(self.params))) and _collective(params, sh)
 

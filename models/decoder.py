@@ -46,6 +46,7 @@ from fmegatron.primitives import (
 from fmegatron.random import fold_in
 from fmegatron.spec import Param
 from fmegatron.split import everything
+from fmegatron.zero import Ahead
 
 IGNORE = -100  # the label of a token without a loss
 TO_LOGITS = "batch seq embed, vocab embed -> batch seq vocab"
@@ -74,6 +75,8 @@ class Decoder:
         predicate).
     compile: compile the block (torch.compile), or its options.
     label_smoothing, z_loss: of the loss (see `linear_cross_entropy`).
+    overlap: chunks in which products run beside their gathers and sums over ranks (`sh.dot`); 0: whole. Gathers take part
+        where one product reads the normed stream: of fused leaves, and of `up` without a gate.
     """
 
     config: DecoderConfig
@@ -81,6 +84,7 @@ class Decoder:
     compile: bool | Mapping[str, Any] = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    overlap: int = 0
     _stack: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
@@ -199,16 +203,18 @@ class Decoder:
 
     def embed(self, params: Mapping[str, Any], batch: Mapping[str, Tensor], ctx: Ctx) -> Tensor:
         """tokens[batch seq] -> stream[batch seq* embed]."""
-        c, sh, spec = self.config, ctx.sh, self._ends()
-        x = embedding(sh.use(params["embed"], spec["embed"]), batch["tokens"], sh=sh, vocab_size=c.vocab)
+        return self._embedded(self._ahead(params, self._front, ctx)(), batch, ctx)
+
+    def _embedded(self, used: Mapping[str, Tensor], batch: Mapping[str, Tensor], ctx: Ctx) -> Tensor:
+        c, sh = self.config, ctx.sh
+        x = embedding(used["embed"], batch["tokens"], sh=sh, vocab_size=c.vocab)
         if c.embed_scale is not None:
             x = x * _rounded(c.embed_scale, x.dtype)
         if c.positions == "learned":
             positions = ctx.positions
             assert positions is not None
             side = "seq" if positions.ndim == 1 else "batch seq"
-            table = sh.use(params["positions"], spec["positions"])
-            x = x + embedding(table, sh(positions, f"{side} -> {side}*"))
+            x = x + embedding(used["positions"], sh(positions, f"{side} -> {side}*"))
         return x
 
     def block(self, p: Mapping[str, Tensor], x: Any, ctx: Ctx) -> Any:
@@ -227,7 +233,12 @@ class Decoder:
         self, params: Mapping[str, Any], x: Tensor, batch: Mapping[str, Tensor], ctx: Ctx
     ) -> tuple[dict[str, Term], Any]:
         """stream[batch seq* embed] and labels[batch seq] -> ({"lm": loss of each token}, no statistics)."""
-        h, table = self._last(params, x, ctx)
+        return self._losses(self._ahead(params, self._back, ctx)(), x, batch, ctx)
+
+    def _losses(
+        self, used: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, Tensor], ctx: Ctx
+    ) -> tuple[dict[str, Term], Any]:
+        h, table = self._last(used, x, ctx)
         per_token = linear_cross_entropy(
             h,
             table,
@@ -252,8 +263,11 @@ class Decoder:
         """The cross-entropy of every token. batch: tokens and labels, int64[batch seq]; optionally mask[batch seq]
         (1: counts), segments[batch seq] (packed documents) and positions ([seq] or [batch seq])."""
         ctx = self.context(batch, ctx or Ctx())
-        x = self._stack(params["layers"], self.embed(params, batch, ctx), ctx)
-        return self.head(params, x, batch, ctx)
+        # beside the layers' gathers: what is read in front of them with the first, what behind with the last
+        front, back = self._ahead(params, self._front, ctx), self._ahead(params, self._back, ctx)
+        front.begin()
+        x = self._stack(params["layers"], lambda: self._embedded(front(), batch, ctx), ctx, back.begin)
+        return self._losses(back(), x, batch, ctx)
 
     def weights(self, batch: Mapping[str, Tensor]) -> dict[str, Weight]:
         """By what each term is divided: the number of tokens that count."""
@@ -310,13 +324,18 @@ class Decoder:
 
     def _attend(self, p: Mapping[str, Tensor], x: Tensor, cache: Any, ctx: Ctx) -> Tensor:
         sh, extras = ctx.sh, ctx.extras
-        h = sh(x, ENTER_ATTENTION)
-        q, k, v = self._fused_qkv(p, h, ctx) if "qkv" in p else self._qkv(p, h, ctx)
+        q, k, v = self._fused_qkv(p, x, ctx) if "qkv" in p else self._qkv(p, sh(x, ENTER_ATTENTION), ctx)
         q, k = self._qk_norm(p, q, k, ctx)
         if extras["rotary"] is not None:
             q, k = (apply_rotary(t, *extras["rotary"], interleaved=self.config.rope_interleaved) for t in (q, k))
         a = self._self_attention(p, q, k, v, ctx) if cache is None else self._cached_attention(p, q, k, v, cache, ctx)
-        y = sh.dot(a, p["o"], "batch seq kv group head, kv group head embed -> batch seq* embed", name="o")
+        y = sh.dot(
+            a,
+            p["o"],
+            "batch seq kv group head, kv group head embed -> batch seq* embed",
+            name="o",
+            overlap=self.overlap,
+        )
         return y + p["o_bias"] if "o_bias" in p else y
 
     def _qkv(self, p: Mapping[str, Tensor], h: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,11 +346,12 @@ class Decoder:
         q, k, v = (t + p[f"{n}_bias"] if f"{n}_bias" in p else t for n, t in (("q", q), ("k", k), ("v", v)))
         return q, k, v
 
-    def _fused_qkv(self, p: Mapping[str, Tensor], h: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by one product, of which each is a part."""
+    def _fused_qkv(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of the stream by one product, of which each is a part."""
         c, sh = self.config, ctx.sh
         w = own_rows(p["qkv"], 2, c.group, sh)
-        y = sh.dot(h, w, "batch seq embed, embed kv qkv head -> batch seq kv qkv head", name="qkv")
+        equation = "batch seq* embed, embed kv qkv head -> batch seq kv qkv head | group"
+        y = sh.dot(x, w, equation, name="qkv", overlap=self.overlap)
         if "qkv_bias" in p:
             y = y + own_rows(p["qkv_bias"], 1, c.group, sh)
         # what backward keeps by itself is copied, or the whole would be kept for it (the fast norms want copies anyhow)
@@ -378,10 +398,12 @@ class Decoder:
 
     def _feed_forward(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> Tensor:
         sh, activation = ctx.sh, self.config.activation
-        h = sh(x, ENTER_MLP)
+        several = activation in GATED and "gate_up" not in p  # products that read one gathered stream
+        h, seq = (sh(x, ENTER_MLP), "seq") if several else (x, "seq*")
 
         def into(n: str, dims: str = "mlp") -> Tensor:
-            y = sh.dot(h, p[n], f"batch seq embed, embed {dims} -> batch seq {dims}", name=n)
+            equation = f"batch {seq} embed, embed {dims} -> batch seq {dims}"
+            y = sh.dot(h, p[n], equation, name=n, overlap=self.overlap)
             return y + p[f"{n}_bias"] if f"{n}_bias" in p else y
 
         if "gate_up" in p:
@@ -390,7 +412,7 @@ class Decoder:
             a = GATED[activation](into("gate"), into("up"))
         else:
             a = PLAIN[activation](into("up"))
-        y = sh.dot(a, p["down"], "batch seq mlp, mlp embed -> batch seq* embed", name="down")
+        y = sh.dot(a, p["down"], "batch seq mlp, mlp embed -> batch seq* embed", name="down", overlap=self.overlap)
         return y + p["down_bias"] if "down_bias" in p else y
 
     def _norm(self, p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -412,15 +434,26 @@ class Decoder:
             y, self.config.dropout, fold_in(ctx.key, where), sh=ctx.sh, dims="batch seq* embed", rows=ctx.rows
         )
 
-    def _last(self, params: Mapping[str, Any], x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    @property
+    def _front(self) -> list[str]:
+        """The parameters that are read in front of the layers."""
+        return [n for n in ("embed", "positions") if n in self._ends()]
+
+    @property
+    def _back(self) -> list[str]:
+        """Those that are read behind them."""
+        return [*self._norm_spec("norm"), "embed" if self.config.tied else "head"]
+
+    def _ahead(self, params: Mapping[str, Any], names: list[str], ctx: Ctx) -> Ahead:
+        spec = self._ends()
+        return Ahead({n: params[n] for n in names}, {n: spec[n] for n in names}, ctx.sh)
+
+    def _last(self, used: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         """(the normed stream in the region of the vocabulary, the output matrix [vocab embed])."""
-        sh, spec = ctx.sh, self._ends()
-        norm = {n: sh.use(params[n], spec[n]) for n in self._norm_spec("norm")}
-        name = "embed" if self.config.tied else "head"
-        return sh(self._norm(norm, "norm", x), ENTER_VOCAB), sh.use(params[name], spec[name])
+        return ctx.sh(self._norm(used, "norm", x), ENTER_VOCAB), used["embed" if self.config.tied else "head"]
 
     def _logits(self, params: Mapping[str, Any], x: Tensor, ctx: Ctx) -> Tensor:
-        h, table = self._last(params, x, ctx)
+        h, table = self._last(self._ahead(params, self._back, ctx)(), x, ctx)
         y = ctx.sh.dot(h, table, TO_LOGITS, name="head")
         cap = self.config.logit_softcap
         return y if cap is None else cap * torch.tanh(y / cap)

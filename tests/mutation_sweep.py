@@ -595,7 +595,7 @@ def _equivalent(found: Found) -> bool:
 
 def reason_for(found: Found) -> str | None:
     """Why a change cannot be seen, or is not; by the first pattern that fits its text."""
-    return next((reason for pattern, reason in SURVIVORS.items() if fnmatch(found.text, pattern)), None)
+    return next((why for p, why in SURVIVORS.items() if fnmatch(found.text, p.replace("[", "[[]"))), None)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 what it sends, what it keeps, and how evenly it shares the work."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import weakref
@@ -89,7 +90,7 @@ def test_arrows_and_index_agree():
         for zigzag in ({}, {"seq": "cp"}, {"seq": ("cp", "tp")}):
             sh = Sharding(make_mesh("dp=2,cp=2,tp=2", device="cpu"), Rules(compute=compute, zigzag=zigzag))
             sides = ["a seq b", "a seq* b", "a seq** b", "a* seq** b", "a seq* b*", "a* seq** b*", "a** seq* b"]
-            for one, two in itertools.product(sides, sides):
+            for one, two in itertools.permutations(sides, 2):
                 y = sh(sh.shard(x, one), f"{one} -> {two}")
                 pairs = zip(per_rank(y), per_rank(sh.shard(x, two)), strict=True)
                 assert all(torch.equal(a, b) for a, b in pairs), (zigzag, one, two)
@@ -184,8 +185,8 @@ MESHES = [("cp=2", None), ("cp=4", 2)]
 def test_every_form_equals_the_plain_softmax(kind):
     q, k, v, go = tensors_of_attention()
     for (axes, inner), (name, form) in itertools.product(MESHES, FORMS.items()):
-        if axes == "cp=2" and kind == "ulysses+ring":
-            continue  # a ring alone
+        if axes == "cp=2" and (kind == "ulysses+ring" or name not in ("causal", "window")):
+            continue  # a ring alone; what two ranks do differently does not depend on the form
         leaves = [t.clone().requires_grad_() for t in (q, k, v, *([form["sinks"]] if "sinks" in form else []))]
         want = reference(*leaves[:3], **{**form, **({"sinks": leaves[3]} if "sinks" in form else {})})
         grads = torch.autograd.grad(want, leaves, go)
@@ -502,8 +503,8 @@ def gradients(model, params, data, sh):
 BATCH = batch()  # made outside of simulation, where torch's own generators differ by rank
 
 
-@pytest.fixture(scope="module")
-def one_device():
+@functools.cache
+def on_one_device():
     return gradients(Decoder(WINDOWED), parameters(WINDOWED), BATCH, Sharding(precision=DOUBLE))
 
 
@@ -526,10 +527,11 @@ def errors(layout, want):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x[0]}-{x[1]}")
-def test_every_kind_computes_the_same_model(layout, one_device):
+def test_every_kind_computes_the_same_model(layout):
     """With windows, soft caps, sinks, packed documents, masked tokens, dropout, sequence parallelism, recomputation."""
+    want = on_one_device()
     with simulate(math.prod(parse_axes(layout[0]).values())):
-        assert errors(layout, one_device) < (1e-11,)
+        assert errors(layout, want) < (1e-11,)
 
 
 GLOO = [
@@ -543,8 +545,7 @@ GLOO = [
 
 def on_processes(i):
     torch.set_num_threads(1)
-    want = gradients(Decoder(WINDOWED), parameters(WINDOWED), BATCH, Sharding(precision=DOUBLE))
-    return errors(GLOO[i], want)
+    return errors(GLOO[i], on_one_device())
 
 
 @pytest.mark.xdist_group("gloo")

@@ -4,12 +4,13 @@ tests/test_decoder.py draws models with such leaves too, for its layouts, its ch
 tests/test_hf.py reads them rank by rank.
 """
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
 
-from fmegatron import optim, tree
+from fmegatron import cli, job, optim, tree
 from fmegatron.checking import infer_over
 from fmegatron.config import TrainConfig
 from fmegatron.context import Ctx
@@ -18,7 +19,7 @@ from fmegatron.job_model import computations, resumed_model
 from fmegatron.mesh import make_mesh
 from fmegatron.models import PRESETS, Decoder, load_hf, save_hf
 from fmegatron.models.fused import FUSED, fuse, unfuse, unfused
-from fmegatron.random import key
+from fmegatron.random import fold_in, key, normal
 from fmegatron.remat import names, nothing
 from fmegatron.rules import standard_rules
 from fmegatron.sharding import Sharding
@@ -28,7 +29,7 @@ from fmegatron.split import everything
 from fmegatron.testing import assert_equivalent
 from fmegatron.testing.ledger import ledger
 from fmegatron.testing.models import find_model, model_text, small_config
-from tests import families
+from tests import families, train_runs
 from tests import test_saved_bytes as saved
 from tests.test_decoder import DOUBLE, batch, drawn, gradients, parameters
 from tests.test_train_options import names_of
@@ -245,3 +246,56 @@ def test_a_run_goes_on_with_the_leaves_it_has(name):
         UserError, match=f"--model-overrides.{flag} is False, but ckpt was trained with True.*init-from"
     ):
         resumed_model(TrainConfig(), saved, "ckpt")
+
+
+def test_settings_reach_the_model_and_what_it_begins_with():
+    config = cli.parse_train(train_runs.flags("-", "-", "--model-overrides.fused-qkv", "True"))
+    sizes = job.model_config(config, None)
+    assert sizes.fused_qkv and not sizes.fused_gate_up
+    folder = families.folder_of("llama")
+    overrides = [x for name in FUSED for x in (f"--model-overrides.{name.replace('_', '-')}", "True")]
+    config = cli.parse_train(train_runs.flags_of("-", "-", "--init-from", folder, *overrides))
+    sizes = job.model_config(config, None)
+    run = job.make_run(config, sizes, job.make_setup(config, torch.device("cpu"), 1, sizes=sizes))
+    got, want = (tree.named(x) for x in (job.load_pretrained(config, run), load_hf(folder, **BOTH)[1]))
+    assert got.keys() == want.keys() and all(torch.equal(x, want[path]) for path, x in got.items())
+
+
+# -------------------------------------------------------------------------------------------------------------- muon
+
+
+def two_steps(spec, params, grads, donate=False):
+    matrices = optim.muon(0.1, spec=spec, weight_decay=0.1, adjust_lr="match_rms_adamw")
+    optimizer = optim.partition(optim.muon_labels(spec), {"muon": matrices, "adamw": optim.adamw(0.01)})
+    state = optimizer.init(params)
+    for g in grads:
+        params, _, state = optimizer.update(params, g, state, donate=donate)
+    return params
+
+
+def values(spec, seed):
+    params = params_of(spec).values()
+    return tree.like(spec, [normal(fold_in(key(seed), i), p.shape, dtype=torch.float64) for i, p in enumerate(params)])
+
+
+@pytest.mark.parametrize("axes", [None, "dp=2,tp=2", "tp=4"])
+def test_muon_finds_the_matrices_in_a_leaf(axes):
+    """Queries, keys, values, gate and up are each made orthogonal by themselves, whatever leaf they are in; biases
+    are with AdamW."""
+    config = small_config("llama", heads=8, kv_heads=2, layers=1, qkv_bias=True, mlp_bias=True, **BOTH)
+    apart, spec = Decoder(unfused(config)).spec(), Decoder(config).spec()
+    params, grads = values(apart, 1), [values(apart, 2), values(apart, 3)]
+    want = fuse(two_steps(apart, params, grads), config)
+    params, grads = fuse(params, config), [fuse(g, config) for g in grads]
+    with simulate(4) if axes else contextlib.nullcontext():
+        mesh = None if axes is None else make_mesh(axes, kv_heads=2, device="cpu")
+        rules = None if mesh is None else standard_rules(mesh, store=("dp",) if "dp" in axes else ())
+        sh = Sharding(precision=DOUBLE) if mesh is None else Sharding(mesh, rules, precision=DOUBLE)
+        params, *grads = (sh.shard_params(x, spec) for x in (params, *grads))
+        got = two_steps(spec, params, grads, donate=axes is not None)
+        for (path, x), y in zip(tree.named(got).items(), tree.leaves(sh.shard_params(want, spec)), strict=True):
+            if axes is None:
+                assert (x - y).abs().max() < 1e-12, path
+            else:
+                pairs = zip(per_rank(x.to_local()), per_rank(y.to_local()), strict=True)
+                assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-12, path

@@ -243,16 +243,16 @@ def everything(layout: Layout) -> Cost:
 
 
 def not_dividing(layout: Layout) -> Cost:
-    """Three ranks that hold parameters: matrices are cut along their largest dim that divides by three, and where none
-    does (q, k, v, o, norms) along the largest, which is filled up while it is gathered and scattered."""
-    n, m = layout.size("dp"), layout.micro
-    filled = {leaf: -(-EMBED // n) * n for leaf in ("q", "k", "v", "o", "norm1", "norm2", "norm")}
-    sizes = {leaf: count // EMBED * filled.get(leaf, EMBED) for leaf, count in elements(1).items()}
-    ends = FLOAT * sum(sizes[leaf] for leaf in sum(ENDS, ()))
-    layers = LAYERS * (FLOAT * sum(sizes.values()) - ends)
+    """Three ranks that hold parameters: matrices are cut along a dim that divides by three, and leaves without one (q, k,
+    v, o, norms) are whole on every rank, with gradients that are summed once a step."""
+    whole = {"q", "k", "v", "o", "norm1", "norm2", "norm"}
+    m, sizes = layout.micro, elements(1)
+    layers = LAYERS * FLOAT * sum(n for leaf, n in sizes.items() if leaf in ("gate", "up", "down"))
+    ends = end_bytes("embed", "head")
     return [
-        ("all-gather", "dp", m * (2 * LAYERS + len(ENDS)), m * (2 * layers + ends)),
-        ("reduce-scatter", "dp", m * (LAYERS + len(ENDS)), m * (layers + ends)),
+        ("all-gather", "dp", m * (2 * LAYERS + 2), m * (2 * layers + ends)),
+        ("reduce-scatter", "dp", m * (LAYERS + 2), m * (layers + ends)),
+        ("all-reduce", "dp", LAYERS, FLOAT * sum(sizes[n] * (1 if n == "norm" else LAYERS) for n in whole)),
         *losses("dp"),
     ]
 

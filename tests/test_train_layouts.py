@@ -88,6 +88,30 @@ def test_microbatches_change_nothing_with_dropout(tmp_path, corpus) -> None:
     assert abs(losses(without)[0] / found[0][0] - 1) > 1e-6  # dropout does something
 
 
+# ranks, mesh, and the step behind which the run is stopped: then it goes on as the next one
+ONWARD = [
+    (4, ("--mesh", "dp=2,tp=2", "--sp", "--store", "dp", "--zero", "3"), 3),
+    (2, ("--mesh", "dp=2", "--no-sp", "--store", "--zero", "None"), 7),  # data parallel alone
+    (4, ("--mesh", "dp=4", "--store", "dp", "--zero", "1"), 9),
+    (4, ("--mesh", "dp=2,tp=2", "--sp", "--store", "dp", "--zero", "3"), 12),
+    (4, ("--mesh", "dp=2,fsdp=2", "--no-sp", "--store", "fsdp", "--zero", "3"), 14),  # hybrid
+    (2, ("--mesh", "dp=2", "--store", "--zero", "None"), 17),
+]
+
+
+def test_checkpoints_go_on_under_other_stages_and_meshes(tmp_path, corpus, reference) -> None:
+    """ZeRO-3 with TP, then DP alone on half of the ranks for several steps, ZeRO-1, ZeRO-3 with TP again, HSDP and DP:
+    the losses of one process in float64."""
+    out = tmp_path / "run"
+    arguments = flags(corpus, out, *ONE, steps=20, precision_params="float64")
+    for n, (world, mesh, stop) in enumerate(ONWARD):
+        given = [*(["--out", str(out), "--resume"] if n else arguments), *mesh]
+        assert on(world, given, (stop, "SIGTERM")) == 0
+        assert checkpoint.latest(out).name == f"step_{stop:08}"
+    assert len(losses(out)) == 17
+    torch.testing.assert_close(losses(out), reference("float64")[:17], rtol=1e-10, atol=0)
+
+
 # with 3 kv heads where the family has them, so that tp=2 divides the group and not the kv heads
 FAMILIES = {
     "gpt2-tiny": ("--model-overrides.kv-heads", "6"),

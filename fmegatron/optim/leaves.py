@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fmegatron import tree
 from fmegatron.simulation import lift, simulating
+
+Member = TypeVar("Member")
 
 
 def plain_only() -> bool:
@@ -99,9 +101,9 @@ def widened(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) for x in tensors]
 
 
-def grouped(members: Iterable[int], kind: Callable[[int], Any]) -> dict[Any, list[int]]:
+def grouped(members: Iterable[Member], kind: Callable[[Member], Any]) -> dict[Any, list[Member]]:
     """{kind: its members, in their order}."""
-    groups: dict[Any, list[int]] = defaultdict(list)
+    groups: dict[Any, list[Member]] = defaultdict(list)
     for i in members:
         groups[kind(i)].append(i)
     return groups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from fmegatron.spec import Param
 
 STREAM = "embed"  # the dim of the residual stream, which is one side of every matrix in a layer
-COUNTS = "expert"  # a dim that counts matrices, where it comes first
-HEADS = {"kv", "group", "head"}  # dims that are only together one side
+COUNTS = {"expert", "gated"}  # dims that count matrices: the first of experts, gate and up of a fused leaf
+HEADS = {"kv", "group", "qkv", "head"}  # dims that are only together one side
+JOINED = "qkv"  # along it lie the queries of a kv head, its key and its value: three matrices
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,22 @@ class MatrixDims:
     """Positions of a leaf's dims: those that count matrices, those of the rows and those of the columns.
 
     inputs_first: the rows are the inputs (x @ w), as in this package; else the columns are (torch.nn.Linear).
+    joined: a dim of a side along which several matrices lie (see `pieces`); None: the leaf is one, or counts equal ones.
     """
 
     counts: tuple[int, ...]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     inputs_first: bool = True
+    joined: int | None = None
+
+    def pieces(self, shape: Sequence[int]) -> list[tuple[int, int]]:
+        """(start, length) of each matrix along `joined`, of a leaf of this shape: the queries of each kv head, its key and
+        its value. Of another leaf, one that is all of it."""
+        if self.joined is None:
+            return [(0, 0)]
+        queries = shape[self.joined] - 2
+        return [(0, queries), (queries, 1), (queries + 1, 1)]
 
 
 def matrix_of(param: Param) -> MatrixDims | None:
@@ -38,10 +49,10 @@ def matrix_of(param: Param) -> MatrixDims | None:
 
     Two dims are a matrix as they are, unless both are of heads (a bias "kv head"). Of more, `embed` is one side and the
     rest the other ("embed kv group head" is embed x (kv group head)), whichever comes first being the rows. An
-    `expert` dim in front counts matrices.
+    `expert` dim in front counts matrices, and so does `gated`; `qkv` joins three (see `MatrixDims.pieces`).
     """
     names = param.dims.split()
-    counts = (0,) if names[:1] == [COUNTS] else ()
+    counts = tuple(i for i, n in enumerate(names) if n in COUNTS and (i == 0 or n != "expert"))
     rest = [i for i in range(len(names)) if i not in counts]
     if {names[i] for i in rest} <= HEADS:
         return None
@@ -51,7 +62,8 @@ def matrix_of(param: Param) -> MatrixDims | None:
     other = tuple(i for i in rest if names[i] != STREAM)
     if len(stream) != 1 or not other or (other[0] < stream[0] < other[-1]):
         return None
-    return MatrixDims(counts, *((stream, other) if stream < other else (other, stream)))
+    rows, columns = (stream, other) if stream < other else (other, stream)
+    return MatrixDims(counts, rows, columns, joined=names.index(JOINED) if JOINED in names else None)
 
 
 def matrix_by(text: str, param: Param, where: str) -> MatrixDims:

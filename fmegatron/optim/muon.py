@@ -106,19 +106,35 @@ def muon(
         with no_grad():
             work = opened(trees, ("params", "momentum"), donate, rounding)
             views = {
-                i: _view(work.columns["params"][i], matrix(work.paths[i], work.columns["params"][i])) for i in work.rows
+                (i, *piece): _view(work.columns["params"][i], dims, piece)
+                for i, dims in ((i, matrix(work.paths[i], work.columns["params"][i])) for i in work.rows)
+                for piece in dims.pieces(work.columns["params"][i].shape)
             }
+            of_leaf: dict[int, list[Key]] = {}
+            for key in views:
+                of_leaf.setdefault(key[0], []).append(key)
+            directions: dict[int, Tensor] = {}  # of leaves of which some matrices are still to do
+            found: dict[Key, Tensor] = {}
 
-            def step(i: int, own: Setting, p: Tensor, orthogonal: Tensor) -> Tensor:
+            def direction(key: Key) -> Tensor:
+                i = key[0]
+                if i not in directions:
+                    directions[i] = _moved(work, i, momentum, nesterov, dtype)
+                whole = directions[i] if key != of_leaf[i][-1] else directions.pop(i)
+                return views[key].of(whole)
+
+            def step(i: int, own: Setting, p: Tensor) -> Tensor:
                 size = rate * own.scale
-                return p * (1 - size * own.decay) - size * _adjustment(adjust_lr, views[i]) * orthogonal
+                parts = [_adjustment(adjust_lr, views[key]) * found.pop(key).to(p.dtype) for key in of_leaf[i]]
+                return p * (1 - size * own.decay) - size * views[of_leaf[i][0]].join(parts)
 
             for members, exchange in _batches(work, views):
-                moved = [_moved(work, i, momentum, nesterov, dtype) for i in members]
-                found = _orthogonal(moved, [views[i] for i in members], exchange, triples, eps)
-                for i, orthogonal in zip(members, found, strict=True):
-                    p = work.read("params", i)
-                    work.write("params", i, step(i, settings[i], p, orthogonal.to(p.dtype)))
+                moved = [direction(key) for key in members]
+                outs = _orthogonal(moved, [views[key] for key in members], exchange, triples, eps)
+                found |= zip(members, outs, strict=True)
+                for i in dict.fromkeys(key[0] for key in members):
+                    if all(key in found for key in of_leaf[i]):
+                        work.write("params", i, step(i, settings[i], work.read("params", i)))
             new = work.trees(trees)
         return new["params"], grads, {**state, "count": state["count"] + 1, "momentum": new["momentum"]}
 
@@ -139,7 +155,7 @@ class _View:
 
     order: its dims, those that count matrices first, then the shorter side's, then the longer's. counts, short: how many
     dims count matrices and how many the shorter side has. sizes: the global shape in that order. inputs, outputs: of
-    the matrix.
+    the matrix. dim, start, length: of a leaf that joins several, where this one lies along which dim.
     """
 
     order: tuple[int, ...]
@@ -148,18 +164,41 @@ class _View:
     sizes: tuple[int, ...]
     inputs: int
     outputs: int
+    dim: int | None = None
+    start: int = 0
+    length: int = 0
+
+    def of(self, leaf: Tensor) -> Tensor:
+        """The part of a leaf, or of a shard of it, that this matrix is."""
+        return leaf if self.dim is None else leaf.narrow(self.dim, self.start, self.length)
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """A leaf of its parts."""
+        return parts[0] if self.dim is None else torch.cat(parts, self.dim)
 
     @property
     def shape(self) -> tuple[int, int]:
         return min(self.inputs, self.outputs), max(self.inputs, self.outputs)
 
 
-def _view(p: Tensor, dims: MatrixDims) -> _View:
-    rows, columns = (math.prod(p.shape[d] for d in side) for side in (dims.rows, dims.columns))
+Key = tuple[int, int, int]  # (leaf, start, length) of a matrix
+
+
+def _view(p: Tensor, dims: MatrixDims, piece: tuple[int, int]) -> _View:
+    shape = list(p.shape)
+    if dims.joined is not None:
+        if any(d == dims.joined for _, _, d in leaves.cuts_of(p)):
+            raise UserError(
+                f"muon: dim {dims.joined} of a parameter of shape {tuple(p.shape)} joins several matrices and is cut over "
+                "ranks: choose a mesh whose store axes divide another dim, or leaves apart (fused_qkv=False)"
+            )
+        shape[dims.joined] = piece[1]
+    rows, columns = (math.prod(shape[d] for d in side) for side in (dims.rows, dims.columns))
     short, long = (dims.rows, dims.columns) if rows <= columns else (dims.columns, dims.rows)
     order = (*dims.counts, *short, *long)
     inputs, outputs = (rows, columns) if dims.inputs_first else (columns, rows)
-    return _View(order, len(dims.counts), len(short), tuple(p.shape[d] for d in order), inputs, outputs)
+    sizes = tuple(shape[d] for d in order)
+    return _View(order, len(dims.counts), len(short), sizes, inputs, outputs, dims.joined, *piece)
 
 
 def _adjustment(kind: str | None, view: _View) -> float:
@@ -168,18 +207,19 @@ def _adjustment(kind: str | None, view: _View) -> float:
     return 0.2 * math.sqrt(max(view.inputs, view.outputs)) if kind else 1.0
 
 
-def _batches(work: Work, views: dict[int, _View]) -> list[tuple[list[int], Exchange]]:
+def _batches(work: Work, views: dict[Key, _View]) -> list[tuple[list[Key], Exchange]]:
     """The leaves in batches that go through one exchange and one iteration, of a bounded size a rank."""
 
-    def kind(i: int) -> Any:
-        p, view = work.columns["params"][i], views[i]
+    def kind(key: Key) -> Any:
+        i, view = key[0], views[key]
+        p = work.columns["params"][i]
         exchange = exchange_of(p, view.order, view.counts)
         # without a mesh dim that cuts them, any leaves of one matrix shape go together
         sides = (view.sizes[view.counts :], view.short) if exchange.cuts else view.shape
         return sides, exchange, p.device, work.columns["grads"][i].dtype == torch.float64 or p.dtype == torch.float64
 
     found = []
-    for (_, exchange, *_), members in grouped(work.rows, kind).items():
+    for (_, exchange, *_), members in grouped(views, kind).items():
         view = views[members[0]]
         each = math.prod(view.sizes[: view.counts])  # matrices a leaf
         most = max(exchange.ranks, exchange.ranks * kernels.PIECE // math.prod(view.shape))

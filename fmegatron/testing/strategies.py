@@ -81,27 +81,38 @@ def layouts(
             found[mesh] = contexts(program, mesh)
         return found[mesh]
 
+    # As many numbers are drawn for every layout, whatever those before: a smaller one in the place of any is a layout too,
+    # so that each option shrinks by itself.
     @st.composite
     def drawn(draw: st.DrawFn) -> Layout:
-        mesh = draw(st.sampled_from(known))
-        sizes = Layout(mesh).axes
-        order = draw(st.permutations(list(sizes))) if len(sizes) > 1 else list(sizes)
-        zero, store, state = draw(st.sampled_from(stores(mesh)))
+        def one_of(options: Sequence[Any]) -> Any:
+            return options[draw(st.integers(0, 63)) % len(options)]
+
+        left = known
+        for axis in reversed(axes):
+            most = draw(st.integers(1, world_size))
+            n = max(size for size in {sizes.get(axis, 1) for sizes in left} if size <= most)
+            left = [sizes for sizes in left if sizes.get(axis, 1) == n]
+        (sizes,) = left
+        mesh = ",".join(f"{a}={n}" for a, n in sizes.items())
+        order = [a for a in draw(st.permutations(list(axes))) if a in sizes]
+        zero, store, state = one_of(stores(mesh))
+        sp, context, packed, odd = draw(st.booleans()), one_of(ways(mesh)), draw(st.booleans()), draw(st.booleans())
         return Layout(
-            ",".join(f"{a}={sizes[a]}" for a in order),
-            sp="tp" in sizes and draw(st.booleans()),
+            ",".join(f"{a}={sizes[a]}" for a in order) or mesh,
+            sp=sp and "tp" in sizes,
             zero=zero,
             store=store,
             state=state,
             micro=draw(st.sampled_from(MICROBATCHES)),
             remat=draw(st.sampled_from(remats(program))),
-            context=draw(st.sampled_from(ways(mesh))),
-            packed=draw(st.booleans()),
+            context=context,
+            packed=packed,
             mask=draw(st.sampled_from(list(masks))),
-            odd=program.fills_up and draw(st.booleans()),
+            odd=odd and program.fills_up,
         )
 
-    known = meshes(program, world_size, axes=axes)
+    known = [Layout(mesh).axes for mesh in meshes(program, world_size, axes=axes)]
     return drawn().filter(lambda layout: program.why_illegal(layout) is None)
 
 

@@ -351,8 +351,8 @@ CONTEXT_PARALLEL = (
         "torchtitan #4167: every rank masks as if its part began the sequence",
         (
             f"{CONTEXT}:_gathered",
-            '"positions": sh.index(seq, k.shape[1], device=q.device)',
-            '"positions": torch.arange(q.shape[1], device=q.device)',
+            'sh.index(seq, k.shape[1], device=q.device if sh.mesh.simulated else "cpu")',
+            'torch.arange(q.shape[1], device="cpu")',
         ),
     ),
     mutant(
@@ -372,7 +372,7 @@ CONTEXT_PARALLEL = (
     mutant(
         "gradients of keys do not come home",
         "Megatron-LM #1464, #1465: the backward of the ring is one exchange short",
-        (f"{RING}:ring_backward", "    gk, gv = coming.finish()\n", "    gk, gv = coming.sent\n"),
+        (f"{RING}:ring_backward", "_sent_home(ring, [gk, gv], offset)", "[gk, gv]"),
     ),
     mutant(
         "gradients of queries of the last part only",
