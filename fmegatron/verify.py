@@ -10,6 +10,8 @@ where one fails.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import sys
@@ -26,9 +28,10 @@ NOT_COVERED = {
     ("simulated", "cpu"): "real processes, messages between them and their order (--engine processes has these), GPUs",
     ("simulated", "cuda"): (
         "NCCL, messages from rank to rank (a ring's are copies here), streams and so what overlaps in time, CUDA graphs, "
-        "the memory of one rank, Python that differs by rank; for these run the training step under torchrun"
+        "the memory of one rank, Python that differs by rank; for these use torchrun and --engine processes"
     ),
-    ("processes", "cpu"): "GPUs and NCCL; for these run the training step under torchrun",
+    ("processes", "cpu"): "GPUs and NCCL; for these start it by torchrun, a GPU a rank, with --device cuda",
+    ("processes", "cuda"): "layouts of other numbers of ranks than torchrun started",
 }
 
 
@@ -85,7 +88,8 @@ def run(config: VerifyConfig) -> int:
 
     Raises UserError for a model or layout that is not there or not legal.
     """
-    from fmegatron.testing.covering import Case, pairs_of, space
+    from fmegatron.testing.covering import Case, space
+    from fmegatron.testing.engines import started_by_torchrun
     from fmegatron.testing.layout import Layout
 
     start = time.monotonic()
@@ -99,11 +103,24 @@ def run(config: VerifyConfig) -> int:
         axes = tuple(a.strip() for a in config.axes.split(",") if a.strip())
         legal = space(models, config.world, axes=axes)
         cases, every = list(legal.cases(config.examples, config.seed)), legal.pairs()
-    if config.device == "cuda":
+    if config.device == "cuda" and config.engine == "simulated":
         _needs_cuda()
-    if (config.engine, config.device) in NOT_COVERED:
-        ranks = "simulated ranks" if config.engine == "simulated" else "ranks as processes"
-        print(f"{ranks} on {config.device} in {config.dtype}; not covered: {NOT_COVERED[config.engine, config.device]}")
+    started = started_by_torchrun() if config.engine == "processes" else 0
+    if started:
+        cases = [c for c in cases if c.layout.world == started]
+        if not cases:
+            raise UserError(
+                f"no layout that was drawn has the {started} ranks that torchrun started: use --world {started}, more "
+                "--examples, or a --layout of as many"
+            )
+    with contextlib.redirect_stdout(io.StringIO() if started and os.environ["RANK"] != "0" else sys.stdout):
+        return _table(config, cases, every, legal, start, shrinks=not started)
+
+
+def _table(config: VerifyConfig, cases: Any, every: Any, legal: Any, start: float, *, shrinks: bool) -> int:
+    """Checks and prints."""
+    from fmegatron.testing.covering import pairs_of
+
     widths = [max(len(str(c.layout)) for c in cases), max(len(c.model) for c in cases)]
     print(f"{'#':>3}  {'layout':{widths[0]}}  {'model':{widths[1]}}  worst error  seconds  worst leaf", flush=True)
     failed, worst = None, 0.0
@@ -120,7 +137,9 @@ def run(config: VerifyConfig) -> int:
             failed = row
             break
     if failed is not None:
-        return _report(config, failed)
+        return _report(config, failed, shrinks)
+    ranks = "simulated ranks" if config.engine == "simulated" else "ranks as processes"
+    print(f"{ranks} on {config.device} in {config.dtype}; not covered: {NOT_COVERED[config.engine, config.device]}")
     took = f"{time.monotonic() - start:.0f} s"
     if legal is None or every is None:
         print(f"equal to one device, worst error {worst:.1e}, {took}")
@@ -180,12 +199,15 @@ def check_case(config: VerifyConfig, case: Any, n: int | None = None) -> Row:
     return Row(case, result.ok, worst.error, f"{worst.what} {worst.leaf}", result.seconds, str(result))
 
 
-def _report(config: VerifyConfig, row: Row) -> int:
-    """What failed, and the smallest layout that still does."""
+def _report(config: VerifyConfig, row: Row, shrinks: bool = True) -> int:
+    """What failed, and the smallest layout that still does; shrinks: can fewer ranks be tried?"""
     from fmegatron.testing.models import find_model
     from fmegatron.testing.shrinking import shrink
 
-    print(row.message, "looking for the smallest layout that fails …", sep="\n", flush=True)
+    print(row.message, flush=True)
+    if not shrinks:
+        return 1
+    print("looking for the smallest layout that fails …", flush=True)
     found: dict[Any, Row] = {}
 
     def fails(layout: Any) -> bool:

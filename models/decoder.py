@@ -381,9 +381,7 @@ class Decoder:
         cache, (start, end) = caches[ctx.layer], ctx.extras["slots"]
         cache["k"][:, start:end], cache["v"][:, start:end] = k, v
         kv_segments = ctx.extras["kv_segments"]
-        masks = {}
-        if kv_segments is not None:
-            masks = {"segments": kv_segments[:, start:end], "kv_segments": kv_segments[:, :end]}
+        masks = {} if kv_segments is None else {"kv_segments": kv_segments[:, :end]}
         k, v = (cache[n][:, :end] for n in "kv")
         return attention(q, k, v, sh=ctx.sh, **masks, **self._attention_options(p, ctx))
 

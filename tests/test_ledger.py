@@ -32,7 +32,7 @@ CONFIG = DecoderConfig(
 )
 MODEL = Decoder(CONFIG)
 FLOAT, INT = 4, 8  # bytes
-ENDS = (("embed",), ("norm",), ("head",))  # leaves outside the layers that ZeRO-3 gathers together
+ENDS = (("embed",), ("norm", "head"))  # leaves outside the layers that ZeRO-3 gathers together
 
 # what a part of a formula gives: [(kind, axes joined by "×", count, bytes)]
 Cost = list[tuple[str, str, int, int]]
@@ -250,8 +250,8 @@ def not_dividing(layout: Layout) -> Cost:
     layers = LAYERS * FLOAT * sum(n for leaf, n in sizes.items() if leaf in ("gate", "up", "down"))
     ends = end_bytes("embed", "head")
     return [
-        ("all-gather", "dp", m * (2 * LAYERS + 2), m * (2 * layers + ends)),
-        ("reduce-scatter", "dp", m * (LAYERS + 2), m * (layers + ends)),
+        ("all-gather", "dp", m * (2 * LAYERS + len(ENDS)), m * (2 * layers + ends)),
+        ("reduce-scatter", "dp", m * (LAYERS + len(ENDS)), m * (layers + ends)),
         ("all-reduce", "dp", LAYERS, FLOAT * sum(sizes[n] * (1 if n == "norm" else LAYERS) for n in whole)),
         *losses("dp"),
     ]

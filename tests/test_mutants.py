@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from fmegatron.testing import Layout
+from fmegatron.testing.covering import Case
 from tests.mutants.__main__ import first_caught
-from tests.mutants.catching import Case, Layout, drawn, on_one_device, verdict
+from tests.mutants.catching import drawn, on_one_device, verdict
 from tests.mutants.edits import Edit, applied
 from tests.mutants.first import FIRST
 from tests.mutants.table import MUTANTS
@@ -25,8 +27,7 @@ def test_a_mutant_is_caught(name):
     case = Case(first.model, Layout.parse(first.layout))
     assert case in drawn(), f"{case.layout} of {case.model} is not drawn any more: {RENEW}"
     checks = ("gradients", *mutant.checks)
-    with applied(mutant.edits):
-        found, alone = verdict(case, checks), on_one_device(case, checks)
+    found, alone = verdict(case, checks, mutant.edits), on_one_device(case.model, checks, mutant.edits)
     assert found.kind == "difference", f"{found.kind} on {case.layout}, {case.model}: {found.message}; {RENEW}"
     assert [one.kind for one in alone] == ["equal", "equal"], alone
 
@@ -46,8 +47,7 @@ def test_mutants_differ_and_leave_nothing_behind():
     assert len({m.edits for m in MUTANTS.values()}) == len(MUTANTS)
     case = next(c for c in drawn() if c.layout.world == 2)
     edit = Edit("fmegatron.zero:Reducer.wait", "self.take(i, x)", "self.take(i, x * 2)")
-    with applied([edit]):
-        assert verdict(case, ("gradients",)).kind == "difference"
+    assert verdict(case, ("gradients",), [edit]).kind == "difference"
     assert verdict(case, ("gradients",)).kind == "equal"
 
 

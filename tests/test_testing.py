@@ -21,7 +21,6 @@ from fmegatron.testing import (
     configs,
     families,
     layouts,
-    ledger,
     make_batch,
     shrink,
     small_config,
@@ -248,11 +247,13 @@ def test_drawn_models_on_drawn_layouts(data):
 
 
 def settled_times(patch, factor):
-    """Gradients are multiplied where they are reduced, on a mesh alone."""
+    """Gradients are multiplied where they are reduced, on more than one rank alone."""
     kept = zero.moving
 
     def moving(xs, params, sh, what):
         arrive = kept(xs, params, sh, what)
+        if sh.mesh is None or sh.mesh.world == 1:
+            return arrive
         return lambda: [x * factor(p) for x, p in zip(arrive(), params, strict=True)]
 
     patch.setattr(zero, "moving", moving)
@@ -276,7 +277,24 @@ def test_an_error_names_the_layout_and_the_leaf(monkeypatch):
         assert_equivalent(LLAMA, "dp=2 micro=2", checks=("gradients",))
     text = str(error.value)
     assert "layout dp=2 micro=2 does not compute what one device computes" in text
-    assert "12×24 at (dp:R): off by 1.0e+00 on rank" in text and "(2 of 12 leaves are off)" in text
+    assert "embed 12 × mlp 24 at (dp:R): off by 1.0e+00 on rank" in text and "(2 of 12 leaves are off)" in text
+    assert text.endswith('to check it again: fmegatron verify llama,layers=1 --layout "dp=2 micro=2"')
+    assert find_model("llama,layers=1") == LLAMA
+
+
+def test_drawn_layouts_that_fail_shrink_to_a_line(monkeypatch):
+    """As a user sees it: the smallest layout, in the words of the command line."""
+    settled_times(monkeypatch, lambda param: 2.0)
+
+    @settings(
+        QUICK, max_examples=4, phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink), report_multiple_bugs=False
+    )
+    @given(layouts(LLAMA, 2, axes=("dp",), masks=("full",)))
+    def check(layout):
+        assert_equivalent(LLAMA, layout, checks=("gradients",))
+
+    with pytest.raises(AssertionError, match='to check it again: fmegatron verify llama,layers=1 --layout "dp=2"'):
+        check()
 
 
 def test_donation_that_changes_bits_is_found(monkeypatch):
@@ -345,90 +363,3 @@ def test_parameters_may_be_given():
     given = tree.tree_map(lambda p: torch.full(p.shape, 0.1, dtype=torch.float64), SPEC[0])
     result = assert_equivalent((lambda: SPEC[0], loss), "tp=2", params=given, **OWN)
     assert "init" not in {d.what for d in result.differences}
-
-
-# ------------------------------------------------------------------------------------------------------ the ledger
-
-SINGLE = 4  # bytes
-
-
-def sizes(line, config):
-    """(bytes of the stream on a rank, tokens on a rank, ranks of tp)."""
-    layout = Layout.parse(line)
-    rows, seq = layout.batch
-    tokens = rows * seq // layout.size("dp", "fsdp", "cp") // layout.micro
-    return tokens * config.embed * SINGLE, tokens, layout.size("tp")
-
-
-def held(config, dims, tp):
-    """Bytes of all parameters on a rank of tp."""
-    spec = fm.models.Decoder(config).spec()
-    cut = {"kv", "mlp", "vocab"}
-    return sum(
-        p.numel * SINGLE // (tp if cut & set(p.names) else 1)
-        for p in tree.leaves(spec)
-        if dims is None or p.dims in dims
-    )
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_ledger_of_tensor_parallelism(layers):
-    config = small_config("llama", layers=layers, heads=6, kv_heads=6)
-    line = "tp=3"
-    stream, tokens, _ = sizes(line, config)
-    found = ledger(Decoder(config), line, part="gradients")
-    # the stream: behind the embedding, attention and the feed-forward part, and in front of each backward
-    per_stream = 2 * layers + 1
-    statistics = 3  # a maximum, a sum and the label's logit of each token
-    assert {e.kind for e in found.entries} == {"all-reduce"}
-    all_reduce = found.of("all-reduce", "tp")
-    assert all_reduce.count == 2 * per_stream + statistics
-    assert all_reduce.bytes == 2 * per_stream * stream + statistics * tokens * SINGLE
-    assert all_reduce.sent == all_reduce.bytes * 2 * 2 // 3
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_ledger_of_sequence_parallelism(layers):
-    config = small_config("llama", layers=layers, heads=6, kv_heads=6)
-    line = "tp=3 sp"
-    stream, tokens, _ = sizes(line, config)
-    found = ledger(Decoder(config), line, part="gradients")
-    per_stream = 2 * layers + 1
-    for kind in ("all-gather", "reduce-scatter"):
-        entry = found.of(kind, "tp")
-        assert (entry.count, entry.bytes) == (2 * per_stream, 2 * per_stream * stream)
-    norms = (2 * layers + 1) * config.embed * SINGLE
-    all_reduce = found.of("all-reduce", "tp")
-    assert all_reduce.bytes == norms + 3 * tokens * SINGLE + SINGLE * 0
-
-
-def test_ledger_of_data_parallelism():
-    config = small_config("llama")
-    found = ledger(Decoder(config), "dp=4 micro=2", part="gradients")
-    assert {e.kind for e in found.entries} == {"all-reduce"}
-    gradients = held(config, None, 1)
-    # once a step, and not a microbatch; beside them the weights' sum (int64) and each microbatch's loss
-    assert found.of("all-reduce", "dp").bytes == gradients + 8 + SINGLE
-
-
-def test_ledger_of_zero_3():
-    config = small_config("llama", embed=16, mlp=32, vocab=48, head=4, heads=8, kv_heads=4)
-    found = ledger(Decoder(config), "dp=4 zero=3 micro=2", part="gradients")
-    ends, layers = held(config, ("vocab embed",), 1) + config.embed * SINGLE, held(config, None, 1)
-    layers -= ends
-    # a microbatch gathers the layers twice, forward and backward, and the rest once
-    assert found.of("all-gather", "dp").bytes == 2 * (2 * layers + ends)
-    assert found.of("reduce-scatter", "dp").bytes == 2 * (layers + ends)
-    assert found.of("all-reduce", "dp").bytes == 8 + SINGLE
-
-
-def test_a_ledger_is_a_table():
-    found = ledger(LLAMA, "dp=2,tp=2 sp zero=3 micro=2")
-    assert sum(e.count for e in found.entries) == int(str(found).splitlines()[-1].split()[1].replace(",", ""))
-    assert {e.axes for e in found.entries} <= {("dp",), ("tp",), ("tp_group",)}
-    assert ledger(LLAMA, "dp=1").entries == ()
-    more = ledger(LLAMA, "dp=2,tp=2 sp zero=3 micro=2 remat=nothing", part="gradients")
-    less = ledger(LLAMA, "dp=2,tp=2 sp zero=3 micro=2", part="gradients")
-    # computed again: the two gathers of each layer and microbatch, and nothing that only the forward's result needs
-    assert more.of("all-gather", "tp").bytes > less.of("all-gather", "tp").bytes
-    assert more.of("all-gather", "dp") == less.of("all-gather", "dp")

@@ -331,6 +331,7 @@ def test_every_setting_is_a_flag(tmp_path) -> None:
         "model_overrides.activation": "relu2",
         "precision.loss_scale": "dynamic",
         **dict.fromkeys([f"model_overrides.{n}_bias" for n in ("qkv", "out", "mlp")], "True"),
+        **dict.fromkeys([f"model_overrides.fused_{n}" for n in ("qkv", "gate_up")], "True"),
         "model_overrides.family": "gpt2",
         "batch.size": "6",
         "model_overrides.tied": "True",

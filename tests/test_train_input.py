@@ -93,7 +93,7 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no axis to share": (("--cp", "ulysses+ring"), ("--cp ulysses+ring needs a mesh with an axis cp of 2 ranks",)),
     "unknown preset": (("--model", "llama3-8"), ("--model llama3-8 is no preset; did you mean llama3-8b?",)),
     "sizes that do not fit": (("--model-overrides.heads", "5"), ("--model-overrides", "heads=5", "kv_heads=2")),
-    "microbatches": (("--batch.microbatches", "3"), ("--batch.size 8", "--batch.microbatches 3")),
+    "microbatches": (("--batch.microbatches", "9"), ("--batch.size 8", "--batch.microbatches 9")),
     "a run in --out": (("--out", "run"), ("--out run holds a run already", "add --resume")),
     "resume without a run": (("--resume",), ("--resume: --out new holds no run", "leave --resume out")),
     "no steps left": ((*RUN[:3], "--steps", "2"), ("--steps 2", "has made 2 steps already; raise --steps")),

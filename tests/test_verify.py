@@ -9,8 +9,8 @@ from fmegatron.verify import main
 @pytest.mark.parametrize(("engine", "says"), [("simulated", "real processes"), ("processes", "GPUs and NCCL")])
 def test_what_is_not_covered(engine, says, capsys):
     assert main(["gpt2", "--layout", "dp=1", "--engine", engine]) == 0
-    first, *_, last = capsys.readouterr().out.splitlines()
-    assert f"on cpu in float64; not covered: {says}" in first and last.startswith("equal to one device")
+    *_, told, last = capsys.readouterr().out.splitlines()
+    assert f"on cpu in float64; not covered: {says}" in told and last.startswith("equal to one device")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

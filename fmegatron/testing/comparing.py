@@ -8,13 +8,14 @@ roundings of p do to this leaf in this program. A layout makes the same rounding
 parts of which each is rounded: by the probabilistic model of rounding (Higham & Mary 2019) independent errors add as
 their root, at most √n times one. So ‖g - r‖ <= FACTOR · √(1 + n) · max(‖q - r‖, share · max(‖r‖, floor)), where n is
 ranks × microbatches, share = ‖q - r‖ ÷ ‖r‖ over the whole tree (the error of one leaf may be small by luck; the tree's
-is a mean over many), and FACTOR = 3 allows for three standard deviations.
+is a mean over many), and FACTOR = 3 allows for three standard deviations. Where a tree is but a few numbers (the loss,
+norms), its mean may be small by luck as well: there the share is at least one rounding, the eps of p.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +26,14 @@ from fmegatron.testing.running import Outcome, Piece
 FLOAT64_BOUND = 1e-10
 FLOOR = 1e-3
 FACTOR = 3.0
+FEW = 16  # numbers of a tree, whose mean error is one of a few samples
 TINY = 1e-300
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one leaf is off. error: relative, ‖g - r‖ ÷ max(‖r‖, floor); allowed: by the bound, in the same unit."""
+    """How far one leaf is off. error: relative, ‖g - r‖ ÷ max(‖r‖, floor); allowed: by the bound, in the same unit. dims:
+    those of a parameter, by its spec."""
 
     what: str
     leaf: str
@@ -39,6 +42,7 @@ class Difference:
     placements: str = ""
     shape: tuple[int, ...] = ()
     rank: int = 0
+    dims: str = ""
 
     @property
     def share(self) -> float:
@@ -46,40 +50,53 @@ class Difference:
         return self.error / self.allowed if self.allowed else math.inf if self.error else 0.0
 
     def __str__(self) -> str:
-        where = f" {'×'.join(map(str, self.shape))} at ({self.placements})" if self.placements else ""
+        names = self.dims.split()
+        sizes = [f"{n} {size}" for n, size in zip(names, self.shape, strict=True)] if names else map(str, self.shape)
+        where = f" {' × '.join(sizes)} at ({self.placements})" if self.placements else ""
         return (
             f"{self.what} {self.leaf}{where}: off by {self.error:.1e} on rank {self.rank}, allowed {self.allowed:.1e}"
         )
 
 
 def differences(
-    ranks: Sequence[Outcome], want: Outcome, *, low: Outcome | None = None, parts: int = 1
+    ranks: Sequence[Outcome],
+    want: Outcome,
+    *,
+    low: Outcome | None = None,
+    parts: int = 1,
+    dtype: torch.dtype = torch.float32,
+    dims: Mapping[str, str] | None = None,
 ) -> list[Difference]:
     """The difference of every leaf. want: of one device in float64. low: of one device in the ranks' precision, for the
-    bound of a lower precision; parts: into how many a sum may be cut."""
-    found = []
+    bound of a lower precision; parts: into how many a sum may be cut; dtype: in which the ranks compute. dims:
+    {parameter: its dims}, for messages."""
+    found, dims = [], dims or {}
     for what, leaves in want.items():
         floor = FLOOR * _norm([p.value for p in leaves.values()]) / math.sqrt(max(1, len(leaves)))
         scales = {n: max(_norm([p.value]), floor, TINY) for n, p in leaves.items()}
         allowed = dict.fromkeys(leaves, FLOAT64_BOUND)
         if low is not None:
-            allowed = _allowed(leaves, low[what], scales, parts)
+            allowed = _allowed(leaves, low[what], scales, parts, dtype)
         for name, piece in leaves.items():
             pieces = [outcome[what].get(name) for outcome in ranks]
             error, rank = _off(pieces, piece.value.double())
             mine = ranks[rank][what].get(name)
             shown = mine.placements if mine else ""
-            found.append(
-                Difference(what, name, error / scales[name], allowed[name], shown, tuple(piece.value.shape), rank)
-            )
+            shape = tuple(piece.value.shape)
+            named = dims.get(name, "") if len(dims.get(name, "").split()) == len(shape) else ""
+            found.append(Difference(what, name, error / scales[name], allowed[name], shown, shape, rank, named))
     return found
 
 
-def _allowed(want: dict[str, Piece], low: dict[str, Piece], scales: dict[str, float], parts: int) -> dict[str, float]:
+def _allowed(
+    want: dict[str, Piece], low: dict[str, Piece], scales: dict[str, float], parts: int, dtype: torch.dtype
+) -> dict[str, float]:
     errors = {n: _norm([low[n].value.double() - p.value.double()]) for n, p in want.items()}
     whole = math.sqrt(sum(e * e for e in errors.values())) / max(_norm([p.value for p in want.values()]), TINY)
     grow = FACTOR * math.sqrt(1 + parts)
-    return {n: grow * max(errors[n] / scales[n], whole, torch.finfo(torch.float32).eps) for n in want}
+    few = sum(p.value.numel() for p in want.values()) < FEW
+    least = torch.finfo(dtype if few else torch.float32).eps
+    return {n: grow * max(errors[n] / scales[n], whole, least) for n in want}
 
 
 def _off(pieces: Sequence[Piece | None], want: Tensor) -> tuple[float, int]:

@@ -13,9 +13,11 @@ import torch
 
 from fmegatron.errors import UserError
 from fmegatron.precision import Precision, dtype_of
+from fmegatron.spec import params_of
 from fmegatron.testing.comparing import Difference, differences, unequal
 from fmegatron.testing.engines import check_engine, run_on
 from fmegatron.testing.layout import Layout
+from fmegatron.testing.models import model_text
 from fmegatron.testing.program import Program, program_of
 from fmegatron.testing.running import CHECKS, Job, inputs_of, run
 
@@ -90,7 +92,8 @@ def compare(
         lower = dataclasses.replace(job, checks=exact.checks)
         (low,) = run(program, layout, lower, inputs, reference=True, device=device)
     ranks = run_on(engine, program, layout, job, inputs, device=device)
-    found = differences(ranks, want, low=low, parts=layout.world * layout.micro)
+    dims = {name: p.dims for name, p in params_of(inputs.spec).items()}
+    found = differences(ranks, want, low=low, parts=layout.world * layout.micro, dtype=dtype, dims=dims)
     problems = []
     if "donate" in checks:
         for one in ("parameters", "m", "v"):
@@ -113,7 +116,7 @@ def assert_equivalent(
     dims: Mapping[str, str] | None = None,
     params: Any = None,
 ) -> Result:
-    """Raises AssertionError, with the layout's line and the worst leaf of each kind, unless the layout computes what one
+    """Raises AssertionError, with the layout's line and the worst leaf of each kind (its dims and placements), unless the layout computes what one
     device computes: loss, every raw gradient, the norm before and after clipping, the clipped gradients, parameters and
     moments after 3 steps of AdamW, and parameters after 3 of SGD with learning rate 1 and no clipping.
 
@@ -139,8 +142,14 @@ def assert_equivalent(
         device=device,
         **({} if isinstance(model, Program) else {"rows": rows, "batch": batch, "dims": dims, "params": params}),
     )
-    assert result.ok, str(result)
+    assert result.ok, f"{result}\n  to check it again: {_again(model, result.layout)}"
     return result
+
+
+def _again(model: Any, layout: Layout) -> str:
+    """What to type to check a layout again."""
+    text = model_text(model.model if isinstance(model, Program) else model)
+    return f'fmegatron verify {text} --layout "{layout}"' if text else f'assert_equivalent(…, "{layout}")'
 
 
 def _precision(dtype: torch.dtype) -> Precision:

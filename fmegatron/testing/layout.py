@@ -18,7 +18,7 @@ STORES = (*DATA, "cp")  # axes over which parameters are used alike, so that the
 MASKS = ("full", "uneven", "padded", "row")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layout:
     """All that a layout says. `str(layout)` is one line, and `Layout.parse` reads it; only what differs from the
     defaults is written, and anything is legal that the model and the batch allow (`why_illegal`).
@@ -134,6 +134,9 @@ class Layout:
             if f.name != "mesh" and value != f.default:
                 words.append(f.name if value is True else f"{f.name}={value}")
         return " ".join(words)
+
+    def __repr__(self) -> str:
+        return f'Layout.parse("{self}")'
 
     def simpler(self) -> Iterator[Layout]:
         """Layouts that ask for less, the greatest step first: fewer ranks, then one option at its default."""

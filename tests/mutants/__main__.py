@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from tests.mutants.catching import checks_of, drawn, on_one_device, verdict
-from tests.mutants.edits import applied
 from tests.mutants.first import FIRST, First
 from tests.mutants.table import MUTANTS
 
@@ -31,9 +30,8 @@ def first_caught(name: str) -> tuple[First | None, str]:
     for n, case in enumerate(drawn()):
         checks = checks_of(n)
         try:
-            with applied(mutant.edits):
-                found = verdict(case, checks)
-                alone = on_one_device(case, checks) if found.caught else []
+            found = verdict(case, checks, mutant.edits)
+            alone = on_one_device(case.model, checks, mutant.edits) if found.caught else []
         except AssertionError as stale:
             return None, str(stale)
         if found.kind == "equal":

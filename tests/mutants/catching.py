@@ -6,12 +6,10 @@ before any change.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fmegatron.testing.comparing import Difference, differences
 from fmegatron.testing.covering import Case, space
@@ -21,6 +19,10 @@ from fmegatron.testing.models import find_model, variants
 from fmegatron.testing.program import Program
 from fmegatron.testing.running import Inputs, Job, Outcome, inputs_of, run
 from fmegatron.verify import VerifyConfig
+from tests.mutants.edits import Edit, applied
+
+CLIP = 0.01  # below the norm of any gradient here, so that clipping is seen
+ALONE = Layout(mask="uneven", packed=True)
 
 
 @dataclass(frozen=True)
@@ -63,21 +65,20 @@ def reference(case: Case, checks: tuple[str, ...]) -> Reference:
     """One device on the batch of a case."""
     program, seed = Program(find_model(case.model)), VerifyConfig().seed
     inputs = inputs_of(program, case.layout, Job(seed=seed))
-    first = Job(("gradients",), seed=seed, steps=1)
-    (found,) = run(program, case.layout, first, inputs, reference=True)
-    norm = math.sqrt(sum(float(p.value.double().square().sum()) for p in found["gradients"].values()))
-    job = Job(checks, clip=norm / 2, seed=seed)
+    job = Job(checks, clip=CLIP, seed=seed)
     (want,) = run(program, case.layout, job, inputs, reference=True)
+    assert float(want["norms"]["raw"].value) > CLIP, f"clipping does nothing on {case}"
     return Reference(program, job, inputs, want)
 
 
-def verdict(case: Case, checks: tuple[str, ...]) -> Verdict:
-    """Compares the ranks of a layout with one device, as `compare` does. Changes of code count for the ranks alone."""
+def verdict(case: Case, checks: tuple[str, ...], edits: Sequence[Edit] = ()) -> Verdict:
+    """Compares the ranks of a layout with one device, as `compare` does. The edits are in force for the ranks alone."""
     known = reference(case, checks)
-    try:
-        ranks = run_on("simulated", known.program, case.layout, known.job, known.inputs)
-    except Exception as error:
-        return Verdict("error", message=f"{type(error).__name__}: {error}".splitlines()[0])
+    with applied(edits):
+        try:
+            ranks = run_on("simulated", known.program, case.layout, known.job, known.inputs)
+        except Exception as error:
+            return Verdict("error", message=f"{type(error).__name__}: {error}".splitlines()[0])
     return judged(ranks, known.want)
 
 
@@ -89,15 +90,10 @@ def judged(ranks: Sequence[Outcome], want: Outcome) -> Verdict:
     return Verdict("difference" if math.isfinite(worst.error) else "not finite", worst)
 
 
-def on_one_device(case: Case, checks: tuple[str, ...]) -> list[Verdict]:
-    """The same batch, or one like it, on one device as it computes with the change in place: without a mesh, and with
-    one of one rank."""
-    layout = dataclasses.replace(Layout(), mask=case.layout.mask, packed=case.layout.packed)
-    known = reference(Case(case.model, layout), checks)
-    return [
-        judged(run(known.program, layout, known.job, known.inputs, reference=alone), known.want)
-        for alone in (True, False)
-    ]
-
-
-__all__: Sequence[Any] = ["Case", "Layout", "Verdict", "checks_of", "drawn", "on_one_device", "reference", "verdict"]
+def on_one_device(model: str, checks: tuple[str, ...], edits: Sequence[Edit]) -> list[Verdict]:
+    """One device as it computes with the edits in force, without a mesh and with one of one rank, compared with what it
+    computes without them."""
+    known = reference(Case(model, ALONE), checks)
+    with applied(edits):
+        ran = [run(known.program, ALONE, known.job, known.inputs, reference=alone) for alone in (True, False)]
+    return [judged(ranks, known.want) for ranks in ran]

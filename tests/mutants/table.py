@@ -319,9 +319,9 @@ TENSOR = (
         "Megatron-LM #844: of the two uses of a tied embedding one has no gradient",
         (
             f"{DECODER}:Decoder._last",
-            "sh.use(params[name], spec[name])",
-            "sh.use(params[name].detach() if self.config.tied and sh.mesh is not None and sh.mesh.world > 1 "
-            "else params[name], spec[name])",
+            'used["embed" if self.config.tied else "head"]',
+            '(used["embed"].detach() if ctx.sh.mesh is not None and ctx.sh.mesh.world > 1 else used["embed"]) '
+            'if self.config.tied else used["head"]',
         ),
     ),
     mutant(
@@ -329,9 +329,9 @@ TENSOR = (
         "torchtitan #3174: a traced step counts the second use twice",
         (
             f"{DECODER}:Decoder._last",
-            "sh.use(params[name], spec[name])",
-            "sh.use(params[name] + (params[name] - params[name].detach()) if self.config.tied and sh.mesh is not None "
-            "and sh.mesh.world > 1 else params[name], spec[name])",
+            'used["embed" if self.config.tied else "head"]',
+            '(used["embed"] + (used["embed"] - used["embed"].detach()) if ctx.sh.mesh is not None '
+            'and ctx.sh.mesh.world > 1 else used["embed"]) if self.config.tied else used["head"]',
         ),
     ),
 )
