@@ -82,15 +82,17 @@ def preprocess(arguments: Sequence[str]) -> int | None:
     """Turn JSONL into Megatron-format .bin and .idx files."""
     config = parse(PreprocessConfig, "preprocess", arguments)
     from fmegatron.data.preprocess import preprocess
+    from fmegatron.data.words import PREPROCESS, by_flags
 
-    stats = preprocess(
-        config.data,
-        config.out,
-        config.tokenizer,
-        key=config.text_key,
-        append_eod=config.append_eod,
-        workers=config.workers,
-    )
+    with by_flags(PREPROCESS):
+        stats = preprocess(
+            config.data,
+            config.out,
+            config.tokenizer,
+            key=config.text_key,
+            append_eod=config.append_eod,
+            workers=config.workers,
+        )
     print(
         f"{stats.documents:,} documents, {stats.tokens:,} tokens in {stats.seconds:.1f} s: {stats.prefix}.bin and .idx"
     )

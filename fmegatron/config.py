@@ -226,6 +226,9 @@ class TrainConfig:
     was; a cosine, linear or wsd schedule is then that of the longer run."""
     seed: int = 0
     """Seed of initial values, data order and dropout."""
+    other_data: bool = False
+    """With --resume: go on with other data, or data read in another way, than the run has had. The order of the new data
+    begins where the old order was."""
 
     data: str | None = None
     """JSONL or text file, folder of text, or prefix of a .bin/.idx pair; None: the sources of Python's standard library."""
@@ -252,19 +255,23 @@ class TrainConfig:
     """Probability that dropout zeroes an element of a layer's output."""
 
     mesh: str | None = None
-    """Sizes of the mesh's axes, such as dp=2,tp=2; None: all ranks are data-parallel."""
+    """How ranks are laid out, as axis=size: dp and fsdp divide the batch, cp the sequence, tp heads, mlp and vocabulary,
+    such as dp=2,tp=4; ranks of the last axis are adjacent. Their product is the number of ranks. None: dp of all ranks."""
     store: tuple[str, ...] = ()
-    """Mesh axes that parameters and optimizer state are divided over at rest (FSDP), such as dp."""
+    """Mesh axes over which --zero divides what is held between steps, such as dp, or fsdp cp. None given: nothing is
+    divided, or with --zero 1, 2 or 3 over fsdp, else dp. Fewer axes than divide the batch: hybrid sharding (HSDP)."""
     zero: int | None = None
-    """What the axes of --store hold: 1, optimizer state; 2, gradients too; 3, parameters too; None: 3 with --store. With a
-    stage and no --store: fsdp, or dp where the mesh has no fsdp."""
+    """Stage of ZeRO, what the axes of --store divide: 0, nothing; 1, optimizer state; 2, gradients too; 3, parameters too
+    (FSDP). None: 3 with --store, else 0."""
     sp: bool = False
-    """Sequence parallelism: between blocks the sequence is divided over tp."""
+    """Sequence parallelism: between attention and feed-forward parts, where tp would hold copies, the sequence is divided
+    over tp. Off by default."""
     overlap: int = 0
     """Chunks into which tensor-parallel products are cut, so that gathers and sums over tp run beside them; 0: whole."""
     cp: Literal["gather", "ring", "ulysses", "ulysses+ring"] = "gather"
-    """How attention reads the sequence that the mesh axis cp divides: all-gather of keys and values, exchanges between
-    neighbours, all-to-all of heads, or all-to-all inside and exchanges across."""
+    """How attention reads the sequence that the mesh axis cp divides (without cp it means nothing): gather, all ranks get
+    all keys and values; ring, they go from neighbour to neighbour; ulysses, an all-to-all gives each rank whole sequences
+    of some heads; ulysses+ring, that between near ranks and a ring between far ones."""
     nproc: int = 1
     """Processes to start on this machine; under torchrun none are started."""
     device: str = "auto"

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fmegatron.axes import parse_axes
 from fmegatron.errors import ShardingError, UserError
 from fmegatron.simulation import keep_alive, lift, simulating
 
@@ -154,21 +155,6 @@ def _simulated_coordinate(mesh: Mesh, axis: str) -> torch.Tensor:
     stride, size = math.prod(every[index + 1 :]), every[index]
     with maybe_disable_local_tensor_mode():
         return LocalTensor({r: torch.tensor([r // stride % size], device=mesh.device) for r in range(mesh.world)})
-
-
-def parse_axes(text: str, *, argument: str = "mesh") -> dict[str, int]:
-    """ "dp=2,tp=4" -> {"dp": 2, "tp": 4}. Raises UserError naming the argument."""
-    sizes: dict[str, int] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, _, number = (s.strip() for s in part.partition("="))
-        if not name.isidentifier() or not number.isdigit() or int(number) < 1:
-            raise UserError(
-                f'{argument} {text!r}: {part!r} is not "axis=size" with a size of 1 or more, such as "dp=2,tp=2"'
-            )
-        if name in sizes:
-            raise UserError(f"{argument} {text!r} names axis {name!r} twice")
-        sizes[name] = int(number)
-    return sizes
 
 
 def make_mesh(

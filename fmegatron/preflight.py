@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from fmegatron.axes import parse_axes
-from fmegatron.config import SETTINGS, PrecisionConfig, TrainConfig
+from fmegatron.config import SETTINGS, PrecisionConfig, TrainConfig, load_config
 from fmegatron.errors import UserError
 from fmegatron.parallel.legality import Choice, Sizes, problem
 
@@ -17,6 +17,7 @@ def check_train(config: TrainConfig) -> None:
     tokenizer that is not there."""
     check_settings(config)
     check_out(config)
+    check_same_data(config)
     if not config.resume:  # a run that goes on uses the data that it has made, and its own parameters
         check_init_from(config)
         check_data(config)
@@ -85,6 +86,29 @@ def check_precision(p: PrecisionConfig) -> None:
             "--precision.stochastic-rounding rounds to bfloat16, and neither --precision.params nor --precision.moments "
             "is bfloat16: add one of them, or leave it out"
         )
+
+
+def check_same_data(config: TrainConfig) -> None:
+    """Raises UserError when a run that goes on is given other data, or a number that reads them in another way, without
+    --other-data."""
+    path = Path(config.out) / SETTINGS
+    if not config.resume or config.other_data or not path.exists():
+        return
+    began = load_config(TrainConfig, path)
+    for flag, was, now in (
+        ("data", _absolute(began.data), _absolute(config.data)),
+        ("text-key", began.text_key, config.text_key),
+        ("eval.fraction", began.eval.fraction, config.eval.fraction),
+    ):
+        if was != now:
+            raise UserError(
+                f"--{flag} {now}: the run in --out {config.out} has had {was}: leave --{flag} out to go on with that, or "
+                "add --other-data to go on with what is given now"
+            )
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else os.path.abspath(path)
 
 
 def check_mesh(config: TrainConfig) -> None:

@@ -99,7 +99,7 @@ def run_here(config: TrainConfig, device: torch.device, start: float) -> int:
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         name = None if config.init_from else model_name(config)
-        save_config(dataclasses.replace(config, resume=False, model=name), out / SETTINGS)
+        save_config(dataclasses.replace(config, resume=False, other_data=False, model=name), out / SETTINGS)
     with (
         Reporter(
             out,

@@ -421,3 +421,11 @@ def test_stages_and_kinds_that_do_not_exist_are_refused(capsys, tmp_path):
         assert cli.main(["train", "--out", str(tmp_path / "x"), "--nproc", "1", "--mesh", "tp=1", flag, value]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_the_help_of_layouts_says_what_their_defaults_do(capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for part in ("None: dp of all ranks", "None: 3 with --store, else 0", "Off by default", "hybrid sharding (HSDP)"):
+        assert part in shown, part

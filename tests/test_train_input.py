@@ -107,6 +107,11 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--precision.params float64", "step_00000002 holds float32"),
     ),
     "another tokenizer": ((*RUN, "--tokenizer", "tokenizer"), ("--tokenizer tokenizer is not the one that",)),
+    "other data": ((*RUN, "--data", "short.jsonl"), ("short.jsonl: the run in --out run has had ", "add --other-data")),
+    "another part held out": (
+        (*RUN, "--eval.fraction", "0.5"),
+        ("--eval.fraction 0.5: the run in --out run has had 0.05",),
+    ),
     "under a file": (("--out", "good.jsonl/run"), ("--out good.jsonl/run", "good.jsonl is not a folder")),
     "unknown key": (
         ("--config", "run.toml"),

@@ -74,7 +74,7 @@ def compare(
     for name in checks:
         if name not in ALL_CHECKS:
             raise UserError(f"check {name!r} is not known: use some of {', '.join(ALL_CHECKS)}")
-    if (why := program.why_illegal(layout)) is not None:
+    if (why := program.why_illegal(layout, propose=True)) is not None:
         raise UserError(f"layout {layout} is not legal for this model: {why}")
     check_engine(engine, layout, device)
     dtype = dtype_of(dtype)

@@ -102,7 +102,7 @@ def ledger(
     not counted. Raises UserError for a layout that is not legal.
     """
     program, layout = program_of(model, **options), Layout.parse(layout) if isinstance(layout, str) else layout
-    if (why := program.why_illegal(layout)) is not None:
+    if (why := program.why_illegal(layout, propose=True)) is not None:
         raise UserError(f"layout {layout} is not legal for this model: {why}")
     if layout.world == 1:
         return Ledger(layout, ())

@@ -17,9 +17,8 @@ from fmegatron.checking import infer_over
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.mesh import Mesh, make_mesh
-from fmegatron.padding import divisible_size
 from fmegatron.parallel.context import factoring
-from fmegatron.parallel.legality import check_layout
+from fmegatron.parallel.legality import WORDS, Choice, check_layout
 from fmegatron.precision import Precision
 from fmegatron.remat import names, nothing
 from fmegatron.rules import Rules, base, standard_rules
@@ -150,30 +149,51 @@ class Program:
         mesh = self.mesh(layout, device=device, abstract=abstract)
         return Sharding(mesh, self.rules(mesh, layout), precision=precision)
 
-    def why_illegal(self, layout: Layout) -> str | None:
-        """The message that refuses the layout; None if it is legal."""
+    def why_illegal(self, layout: Layout, *, propose: bool = False) -> str | None:
+        """The message that refuses the layout; None if it is legal. propose: it ends with the nearest legal ones."""
+        attention = "kv" in self.sizes
+        free = layout.rows is None and (self.fills_up or not layout.odd)  # rows and tokens as the layout needs them
         try:
             if layout.remat != "everything":
                 self.on(layout)
-            sh = self.sharding(layout, Precision(), abstract=True)
-            rows, seq = layout.batch
-            assert sh.mesh is not None
             check_layout(
-                sh.mesh,
-                heads=self.heads(layout),
-                batch_size=divisible_size(rows, "batch", sh) if self.fills_up else rows,
-                seq_len=divisible_size(seq, "seq", sh) if self.fills_up else seq,
+                layout.mesh,
+                heads=self.heads(layout) if attention else None,
+                kv_heads=self.sizes.get("kv"),
+                batch_size=None if free else layout.batch[0],
+                seq_len=layout.batch[1],
+                positions=self.sizes.get("position"),
                 microbatches=layout.micro,
                 sequence_parallel=layout.sp,
                 store=layout.store_axes,
                 zero=layout.zero,
+                state=layout.state_axes,
                 context=layout.context,
-                kv_heads=self.sizes.get("kv"),
+                uneven=("batch", "seq", "vocab", "mlp") if self.fills_up else ("vocab", "mlp"),
+                words=WORDS,
+                spelled=functools.partial(self._spelled, layout) if propose else None,
             )
-            sh.check_spec(self.functions[0]())
+            self.sharding(layout, Precision(), abstract=True).check_spec(self.functions[0]())
         except UserError as error:
             return str(error)
         return None
+
+    def _spelled(self, layout: Layout, choice: Choice, *_: Any) -> str | None:
+        """The line of a layout with other axes and options, if it is legal in all else."""
+        try:
+            found = dataclasses.replace(
+                layout,
+                mesh=choice.mesh,
+                sp=choice.sequence_parallel,
+                zero=choice.zero or 0,
+                store="+".join(choice.store) if layout.store and choice.zero else "",
+                state="+".join(choice.state),
+                context=choice.context,
+                micro=choice.microbatches,
+            )
+        except UserError:
+            return None
+        return str(found) if self.why_illegal(found) is None else None
 
     # ------------------------------------------------------------------------------------------------------- values
 
