@@ -56,7 +56,6 @@ def dropout(
             shape[dim] = global_size(sh, name, x.shape[dim])
             index[dim] = sh.index(name, shape[dim], device=x.device)
         if base(name) == "seq":
-            index[dim] = torch.arange(shape[dim], device=x.device) if index[dim] is None else index[dim]
             shape[dim] = -(-shape[dim] // ANY_SEQ) * ANY_SEQ
 
     def drop(x: torch.Tensor) -> torch.Tensor:
@@ -76,6 +75,11 @@ def _drop(
     return apply_function(_Dropout, x, (rate, shape, held, words), *tensors)
 
 
+def _first(n: int, size: int, device: torch.device) -> torch.Tensor | None:
+    """The index of the first n positions of a dim that counts as `size` long; None where these are all."""
+    return None if n == size else torch.arange(n, device=device)
+
+
 class _Dropout(Function):
     """(x, (rate, global shape, which dims have an index, key unless a tensor), key if a tensor, indices…) -> x dropped.
 
@@ -90,7 +94,9 @@ class _Dropout(Function):
         if words is None:
             words, *tensors = tensors  # type: ignore[assignment]
         given = iter(tensors)
-        index = [next(given) if h else None for h in held]
+        index = [
+            next(given) if h else _first(n, size, x.device) for h, n, size in zip(held, x.shape, shape, strict=True)
+        ]
         keep = random.bernoulli(random.Key(words), 1 - rate, shape, index=index, device=x.device)
         return torch.where(keep, x * (1 / (1 - rate)), 0)
 
