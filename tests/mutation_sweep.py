@@ -3,6 +3,7 @@ at a time, and the layouts that are drawn by default must notice.
 
     python -m tests.mutation_sweep                       # all; goes on where it was stopped
     python -m tests.mutation_sweep --share 0.1           # every tenth
+    python -m tests.mutation_sweep --conditions          # and every condition, flag and conversion
     python -m tests.mutation_sweep --report              # what is known so far
     python -m tests.mutation_sweep --list fmegatron.zigzag
 
@@ -24,6 +25,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import math
 import os
 import resource
 import signal
@@ -40,7 +42,9 @@ from typing import Any
 
 import torch
 
+from fmegatron.testing import compare
 from fmegatron.testing.covering import Case
+from fmegatron.testing.models import find_model
 from tests.mutants.catching import Verdict, drawn, reference, verdict
 from tests.mutants.edits import code_at, forget, function_at
 from tests.mutants.survivors import SURVIVORS
@@ -143,14 +147,14 @@ class Source:
 # ----------------------------------------------------------------------------------------------------- what is changed
 
 
-def changes(source: Source) -> Iterator[Change]:
-    """All changes of one module."""
+def changes(source: Source, conditions: bool = False) -> Iterator[Change]:
+    """All changes of one module; conditions: those of `_is_condition` too."""
     numbers: Counter[str] = Counter()
     for name, node in _functions(source.tree, ""):
         if not _wanted(name, MODULES[source.name]):
             continue
         for parent, key, index, old in _sites(node):
-            for new in _others(old, parent):
+            for new in () if _is_condition(old) and not conditions else _others(old, parent):
                 yield _change(source, name, parent, key, index, old, new, numbers)
     for constant in CONSTANTS.get(source.name, ()):
         where = next(n for n in source.tree.body if isinstance(n, ast.Assign) and n.targets[0].id == constant)  # type: ignore[attr-defined]
@@ -240,6 +244,18 @@ def _is_aside(node: Any) -> bool:
 
 def _called(node: ast.Call) -> str:
     return getattr(node.func, "id", getattr(node.func, "attr", ""))
+
+
+def _is_condition(node: Any) -> bool:
+    """Is a node a choice of way, a flag or a conversion, and no collective, arrow, divisor, offset or choice of axis? Most
+    changes of these are of refusals, of what has no mesh and of speed, and change no number."""
+    if isinstance(node, ast.IfExp | ast.If | ast.BoolOp | ast.UnaryOp):
+        return True
+    if isinstance(node, ast.Compare):
+        return isinstance(node.ops[0], ast.Is | ast.IsNot)
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, bool)
+    return isinstance(node, ast.Call) and _called(node) in ("to", "double", "long", "tuple", "lift")
 
 
 def _others(node: Any, parent: Any) -> Iterator[Any]:
@@ -491,6 +507,17 @@ def attempt(change: Change, source: Source, bench: Bench, limit: float) -> Found
     return found
 
 
+def as_verified(case: Case) -> Verdict:
+    """`verdict` as `fmegatron verify` comes to it: what one device computes, and which layouts are legal, is changed too."""
+    try:
+        result = compare(find_model(case.model), case.layout, checks=QUICK)
+    except Exception as error:
+        return Verdict("error", message=f"{type(error).__name__}: {error}".splitlines()[0])
+    if result.ok:
+        return Verdict("equal", result.worst)
+    return Verdict("difference" if math.isfinite(result.worst.error) else "not finite", result.worst)
+
+
 def _in_child(change: Change, source: Source, bench: Bench, running: Sequence[int], limit: float, writing: int) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
@@ -508,9 +535,9 @@ def _in_child(change: Change, source: Source, bench: Bench, running: Sequence[in
         except SyntaxError as error:
             print(json.dumps({"kind": "error", "layout": "", "what": str(error)}), file=stream, flush=True)
             return
-        for n, checks in [*quick[:4], *slow[:1], *quick[4:], *slow[1:]]:
+        for number, (n, checks) in enumerate([*quick[:4], *slow[:1], *quick[4:], *slow[1:]]):
             case = bench.cases[n]
-            one: Verdict = verdict(case, checks)
+            one = as_verified(case) if number < 2 else verdict(case, checks)
             what = f"{one.worst.what} {one.worst.leaf} {one.worst.error:.1e}" if one.worst else one.message[:160]
             row = {"kind": one.kind, "layout": f"{case.layout} | {case.model}", "what": what}
             print(json.dumps(row), file=stream, flush=True)
@@ -527,6 +554,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default=str(Path(tempfile.gettempdir()) / "fmegatron_mutation_sweep.jsonl"))
     parser.add_argument("--modules", nargs="*", default=list(MODULES), help="change these alone")
     parser.add_argument("--share", type=float, default=1.0, help="of the changes, spread evenly")
+    parser.add_argument("--conditions", action="store_true", help="change conditions, flags and conversions too")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of CPU for a change")
     parser.add_argument("--retry", action="store_true", help="try again what survived and is not equivalent")
     parser.add_argument("--list", action="store_true", help="print the changes and stop")
@@ -534,7 +562,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sources = {name: Source.of(name) for name in given.modules}
-    every = [(c, sources[name]) for name in sources for c in changes(sources[name])]
+    every = [(c, sources[name]) for name in sources for c in changes(sources[name], given.conditions)]
     step = 1 / given.share
     chosen = [every[int(i * step)] for i in range(int(len(every) * given.share))]
     if given.list:

@@ -95,6 +95,11 @@ DATA_PARALLEL = (
         ),
     ),
     mutant(
+        "a gradient is read before its reduction",
+        "DeepSpeed #7718, #7898: nobody waits for what is under way, and what stands for it is taken",
+        (f"{ZERO}:Ahead._awaited", "None if reduced is None else reduced()", "None"),
+    ),
+    mutant(
         "every microbatch reduces the running sum",
         "accelerate #3762: no_sync still synchronises; here what was reduced is reduced again",
         (f"{ACCUMULATE}:accumulate", "reduce = late and (", "reduce = late and (True or "),
@@ -242,6 +247,15 @@ LOSS = (
             "        if known is not None and len(parts) > 1:\n"
             "            counted = {n: Weight(clamped(w.items), w.dims, w.coefficient) for n, w in known.items()}\n"
             "        scale = None if known is None else scales(counted, ctx.sh)\n",
+        ),
+    ),
+    mutant(
+        "tokens that do not count are in the weight",
+        "Megatron-LM PR #7207, transformers #34191: a sum of masked losses over the number of all tokens",
+        (
+            f"{ACCUMULATE}:Scales.__init__",
+            "_counted(w.items, w.dims, sh) for",
+            "_counted(torch.ones_like(w.items) if sh.mesh is not None and sh.mesh.world > 1 else w.items, w.dims, sh) for",
         ),
     ),
     mutant(
