@@ -1,16 +1,19 @@
 """The automatic sweep: every collective, arrow, divisor, offset and choice of axis of the core's sharding is changed, one
 at a time, and the layouts that are drawn by default must notice.
 
-    python -m tests.mutation_sweep                       # all; goes on where it was stopped
+    python -m tests.mutation_sweep --jobs 2              # all; goes on where it was stopped
     python -m tests.mutation_sweep --share 0.1           # every tenth
     python -m tests.mutation_sweep --conditions          # and every condition, flag and conversion
+    python -m tests.mutation_sweep --retry --limit 300   # once more what survived without a reason
     python -m tests.mutation_sweep --report              # what is known so far
-    python -m tests.mutation_sweep --list fmegatron.zigzag
+    python -m tests.mutation_sweep --list --modules fmegatron.zigzag
 
-A change is made in the syntax tree of one function (`changes`). It is caught if a layout reports a finite difference, or
-raises, or gives what is not finite. Each is tried in a process of its own on the layouts that run its lines, those first
-that run most lines a second. What survives is listed with the reason that SURVIVORS knows; the exit code is 1 if less than
-95 % of what is not equivalent are caught.
+A change is made in the syntax tree of one function (tests/mutants/changes.py). It is caught if a layout reports a finite
+difference, or raises, or gives what is not finite; or if the collectives that run (kind, axes, elements), or where a tree
+rests, are others than before: these the ledger's closed forms hold. Each is tried in a process of its own on the layouts
+that run its lines, those first that run most lines a second: what `fmegatron verify llama --world 8` draws, then some of
+what it draws for families with windows, soft caps, norms over heads and learned positions. What survives is listed with
+the reason that tests/mutants/survivors.py knows; the exit code is 1 if less than 95 % of what is not equivalent are caught.
 
 Sources are read once, when it begins, so that they may be edited meanwhile. Results go to a file outside of the
 repository, one line of JSON each.
@@ -19,11 +22,7 @@ repository, one line of JSON each.
 from __future__ import annotations
 
 import argparse
-import ast
-import copy
 import hashlib
-import importlib
-import inspect
 import json
 import math
 import os
@@ -32,346 +31,32 @@ import signal
 import sys
 import tempfile
 import time
-import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fmegatron.testing import compare
-from fmegatron.testing.covering import Case
-from fmegatron.testing.models import find_model
-from tests.mutants.catching import Verdict, drawn, reference, verdict
-from tests.mutants.edits import code_at, forget, function_at
+from fmegatron.recording import record_collectives
+from fmegatron.testing import Layout, compare
+from fmegatron.testing.covering import Case, space
+from fmegatron.testing.engines import run_on
+from fmegatron.testing.models import find_model, variants
+from tests.mutants.catching import Verdict, drawn, judged, reference, verdict
+from tests.mutants.changes import CONSTANTS, MODULES, Change, Source, changes, with_change
+from tests.mutants.edits import forget
 from tests.mutants.survivors import SURVIVORS
 
-# {module: functions whose bodies are changed, by patterns; a "!" before one takes functions out}
-MODULES = {
-    "fmegatron.sharding": ("*", "!*__post_init__", "!*check_spec", "!*explain", "!*others_refused", "!placements"),
-    "fmegatron.layout": ("*", "!check_size"),
-    "fmegatron.collectives": ("*", "!*.vmap"),
-    "fmegatron.zero": ("*",),
-    "fmegatron.buckets": ("*",),
-    "fmegatron.zigzag": ("*",),
-    "fmegatron.uneven": ("*",),
-    "fmegatron.padding": ("divisible_size", "shard_batch"),
-    "fmegatron.accumulate": ("*", "!_add_by_torch_func"),
-    "fmegatron.mesh": ("Mesh.*", "!Mesh.__repr__", "_simulated_coordinate", "make_mesh", "_refine"),
-    "fmegatron.rules": ("Rules.stores", "base", "standard_rules"),
-    "fmegatron.primitives.embedding": ("*",),
-    "fmegatron.primitives.cross_entropy": ("linear_cross_entropy", "_loss", "_form", "_global_vocabulary", "_hidden"),
-    "fmegatron.primitives.dropout": ("*",),
-    "fmegatron.primitives._function": ("sharded", "global_size"),
-    "fmegatron.optim.norm": ("*",),
-    "fmegatron.parallel.context": ("*", "!_checked"),
-    "fmegatron.parallel.ring": ("*",),
-    "fmegatron.parallel.stack": ("*", "!compiled", "!chain"),
-}
-CONSTANTS = {"fmegatron.collectives": ("DUAL", "COST"), "fmegatron.mesh": ("DATA_AXES",)}
-
-# Another of its kind for words that mean something: arrows, collectives, types, trees, dims, axes.
-WORDS = {
-    **{"S>R": "S>I", "P>S": "P>I", "S>I": "S>R", "I>S": "I>R", "I>R": "P>I", "P>I": "P>R", "P>R": "P>I"},
-    **{"S>S": "P>S", "fill": "cut", "cut": "fill"},
-    **{"all-gather": "all-reduce", "all-reduce": "nothing", "reduce-scatter": "all-to-all"},
-    **{"all-to-all": "reduce-scatter", "slice": "nothing", "nothing": "slice"},
-    **{"P": "I", "R": "I", "I": "R", "?": "I", "S": "P", "sum": "max", "max": "sum"},
-    **{"enter": "leave", "leave": "enter", "settle": "shard", "shard": "settle", "return": "shard"},
-    **{"params": "optimizer", "optimizer": "params"},
-    **{"batch": "seq", "seq": "batch", "kv": "group", "group": "kv", "mlp": "kv", "vocab": "kv"},
-    **{"dp": "tp", "fsdp": "cp", "cp": "fsdp", "tp": "cp", "tp_kv": "tp", "tp_group": "tp_kv"},
-    **{"cp_ring": "cp_kv", "cp_kv": "cp_group", "cp_group": "cp_kv", "seq*": "seq", "seq**": "seq"},
-    **{"gather": "ring", "ring": "gather", "ulysses": "ulysses+ring", "ulysses+ring": "ulysses"},
-    **{"none": "order", "order": "positions", "positions": "order"},
-}
-COMPARISONS = {
-    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
-    **{ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is},
-}
-SWAPS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-# Calls that may be left out, so that their receiver or first argument takes their place.
-RECEIVERS = ("flip", "clamp", "masked_fill", "masked_fill_", "index_select", "permute", "where", "to", "double", "long")
-FIRST_ARGUMENTS = (
-    "reversed",
-    "dual",
-    "run_step",
-    "sh",
-    "to_zigzag",
-    "from_zigzag",
-    "zigzag_positions",
-    "lift",
-    "tuple",
+QUICK, SLOW = ("init", "gradients"), ("init", "adamw", "sgd")
+# Layouts beside those that are drawn for llama: the first that are drawn for other families, and parts of unequal size.
+FAMILIES = {"gemma3_text": 20, "gemma2": 8, "olmo2": 8, "gpt2": 8}
+UNEQUAL = (
+    Case("llama,mlp=25,vocab=101", Layout("dp=2,tp=2", sp=True, zero=3)),
+    Case("llama,mlp=25,vocab=101,heads=8,kv_heads=2", Layout("tp=4", micro=2, mask="uneven")),
 )
-NO_NUMBERS = ("note_collective", "keep_alive", "check_overlap", "check_size", "declared", "contiguous", "del")
-
-
-@dataclass(frozen=True)
-class Change:
-    """One change: `put` makes it in the tree of its module, and gives what takes it back."""
-
-    id: str
-    module: str
-    function: str
-    line: int
-    lines: range
-    old: str
-    new: str
-    put: Callable[[], Callable[[], None]] = field(compare=False)
-
-    @property
-    def text(self) -> str:
-        """Without the number of a line, which changes with every edit."""
-        return f"{self.module}:{self.function}: {self.old} -> {self.new}"
-
-
-@dataclass
-class Source:
-    """A module as it was when the sweep began."""
-
-    name: str
-    path: str
-    tree: ast.Module
-    text: str
-
-    @staticmethod
-    def of(name: str) -> Source:
-        path = inspect.getfile(importlib.import_module(name))
-        text = Path(path).read_text()
-        return Source(name, path, ast.parse(text), text)
-
-
-# ----------------------------------------------------------------------------------------------------- what is changed
-
-
-def changes(source: Source, conditions: bool = False) -> Iterator[Change]:
-    """All changes of one module; conditions: those of `_is_condition` too."""
-    numbers: Counter[str] = Counter()
-    for name, node in _functions(source.tree, ""):
-        if not _wanted(name, MODULES[source.name]):
-            continue
-        for parent, key, index, old in _sites(node):
-            for new in () if _is_condition(old) and not conditions else _others(old, parent):
-                yield _change(source, name, parent, key, index, old, new, numbers)
-    for constant in CONSTANTS.get(source.name, ()):
-        where = next(n for n in source.tree.body if isinstance(n, ast.Assign) and n.targets[0].id == constant)  # type: ignore[attr-defined]
-        values = where.value.values if isinstance(where.value, ast.Dict) else where.value.elts  # type: ignore[attr-defined]
-        kind = "values" if isinstance(where.value, ast.Dict) else "elts"
-        for index, old in enumerate(values):
-            for new in _others(old, where.value):
-                yield _change(source, constant, where.value, kind, index, old, new, numbers)
-
-
-def _change(
-    source: Source, name: str, parent: Any, key: str, index: int | None, old: Any, new: Any, numbers: Counter[str]
-) -> Change:
-    def put() -> Callable[[], None]:
-        def place(x: Any) -> None:
-            if index is None:
-                setattr(parent, key, x)
-            else:
-                getattr(parent, key)[index] = x
-
-        place(new)
-        return lambda: place(old)
-
-    ast.copy_location(new, old)
-    ast.fix_missing_locations(new)
-    shown, other = (" ".join(ast.unparse(n).split())[:100] for n in (old, new))
-    key_text = f"{source.name}:{name}: {shown} -> {other}"
-    numbers[key_text] += 1
-    last = getattr(old, "end_lineno", old.lineno) if isinstance(old, ast.expr) else old.lineno
-    return Change(
-        f"{key_text} #{numbers[key_text]}",
-        source.name,
-        name,
-        old.lineno,
-        range(old.lineno, last + 1),
-        shown,
-        other,
-        put,
-    )
-
-
-def _functions(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """The functions of a module and of its classes; what is nested in a function belongs to it."""
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            yield from _functions(node, f"{prefix}{node.name}.")
-        elif isinstance(node, ast.FunctionDef) and node.name != "_":
-            yield f"{prefix}{node.name}", node
-
-
-def _wanted(name: str, patterns: Sequence[str]) -> bool:
-    no = [p[1:] for p in patterns if p.startswith("!")]
-    yes = [p for p in patterns if not p.startswith("!")]
-    return any(fnmatch(name, p) for p in yes) and not any(fnmatch(name, p) for p in no)
-
-
-def _sites(function: Any) -> Iterator[tuple[Any, str, int | None, Any]]:
-    """(parent, field, index, node) of all that may be changed in the body of a function. Refusals, assertions, messages,
-    annotations and default values are left out: they change no number of a legal layout."""
-
-    def walk(node: Any) -> Iterator[tuple[Any, str, int | None, Any]]:
-        for key, value in ast.iter_fields(node):
-            if key in ("annotation", "returns", "decorator_list", "args") and not isinstance(node, ast.Call):
-                continue
-            for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
-                if not isinstance(child, ast.AST) or _is_aside(child):
-                    continue
-                if isinstance(child, ast.If) and all(isinstance(s, ast.Raise) for s in child.body):
-                    for number, other in enumerate(child.orelse):
-                        yield child, "orelse", number, other
-                        yield from walk(other)
-                    continue
-                yield node, key, index, child
-                yield from walk(child)
-
-    yield from walk(function)
-
-
-def _is_aside(node: Any) -> bool:
-    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Nonlocal):
-        return not (isinstance(node, ast.JoinedStr) and "->" in ast.unparse(node))
-    if isinstance(node, ast.Expr):
-        constant = isinstance(node.value, ast.Constant)
-        return constant or (isinstance(node.value, ast.Call) and _called(node.value) in NO_NUMBERS)
-    return False
-
-
-def _called(node: ast.Call) -> str:
-    return getattr(node.func, "id", getattr(node.func, "attr", ""))
-
-
-def _is_condition(node: Any) -> bool:
-    """Is a node a choice of way, a flag or a conversion, and no collective, arrow, divisor, offset or choice of axis? Most
-    changes of these are of refusals, of what has no mesh and of speed, and change no number."""
-    if isinstance(node, ast.IfExp | ast.If | ast.BoolOp | ast.UnaryOp):
-        return True
-    if isinstance(node, ast.Compare):
-        return isinstance(node.ops[0], ast.Is | ast.IsNot)
-    if isinstance(node, ast.Constant):
-        return isinstance(node.value, bool)
-    return isinstance(node, ast.Call) and _called(node) in ("to", "double", "long", "tuple", "lift")
-
-
-def _others(node: Any, parent: Any) -> Iterator[Any]:
-    """What a node may be changed to."""
-    if isinstance(node, ast.BinOp):
-        yield from _of_arithmetic(node)
-    elif isinstance(node, ast.Compare) and len(node.ops) == 1:
-        yield ast.Compare(node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators)
-    elif isinstance(node, ast.BoolOp):
-        for gone in range(len(node.values)):
-            kept = [v for n, v in enumerate(node.values) if n != gone]
-            yield kept[0] if len(kept) == 1 else ast.BoolOp(node.op, kept)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield node.operand
-    elif isinstance(node, ast.IfExp):
-        yield node.body
-        yield node.orelse
-    elif isinstance(node, ast.If):
-        for value in (True, False):
-            made = copy.copy(node)
-            made.test = ast.copy_location(ast.Constant(value), node.test)
-            yield made
-    elif isinstance(node, ast.comprehension):
-        pass
-    elif isinstance(node, ast.GeneratorExp | ast.ListComp | ast.SetComp | ast.DictComp):
-        if any(g.ifs for g in node.generators):
-            made = copy.deepcopy(node)
-            for g in made.generators:
-                g.ifs = []
-            yield made
-    elif isinstance(node, ast.Call):
-        yield from _of_call(node)
-    elif isinstance(node, ast.Constant):
-        yield from _of_constant(node)
-    elif isinstance(node, ast.JoinedStr):
-        yield from _without_region(node)
-    elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
-        yield ast.Pass()
-
-
-def _of_arithmetic(node: ast.BinOp) -> Iterator[Any]:
-    lists = ast.Tuple | ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.JoinedStr
-    joins = any(isinstance(n, lists) or isinstance(getattr(n, "value", None), str) for n in ast.walk(node))
-    yield node.left
-    if isinstance(node.op, ast.Add):
-        yield node.right if joins else ast.BinOp(node.left, ast.Sub(), node.right)
-    elif isinstance(node.op, ast.Sub):
-        yield ast.BinOp(node.left, ast.Add(), node.right)
-    elif isinstance(node.op, ast.FloorDiv):
-        yield ast.BinOp(ast.BinOp(node.left, ast.Add(), ast.Constant(1)), ast.FloorDiv(), node.right)
-    elif isinstance(node.op, ast.Mult | ast.BitOr | ast.BitAnd):
-        yield node.right
-    elif isinstance(node.op, ast.Div):
-        yield ast.BinOp(node.left, ast.Mult(), node.right)
-
-
-def _of_call(node: ast.Call) -> Iterator[Any]:
-    name = _called(node)
-    if name in SWAPS and isinstance(node.func, ast.Name):
-        yield ast.Call(ast.Name(SWAPS[name], ast.Load()), node.args, node.keywords)
-    if name in FIRST_ARGUMENTS and node.args and not isinstance(node.args[0], ast.GeneratorExp):
-        yield node.args[0]
-    if name in RECEIVERS and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) != "torch":
-        yield node.func.value
-    if name == "where" and len(node.args) == 3:
-        yield ast.Call(node.func, [node.args[0], node.args[2], node.args[1]], node.keywords)
-    if name == "steps_between":
-        mesh, source, target, have, want, *rest = node.args
-        yield ast.Call(node.func, [mesh, target, source, want, have, *rest], node.keywords)
-
-
-def _of_constant(node: ast.Constant) -> Iterator[Any]:
-    value = node.value
-    if isinstance(value, bool):
-        yield ast.Constant(not value)
-    elif isinstance(value, int):
-        yield ast.Constant(value + 1)
-        if value:
-            yield ast.Constant(value - 1)
-    elif isinstance(value, float):
-        yield ast.Constant(value + 1)
-    elif isinstance(value, str):
-        if value in WORDS:
-            yield ast.Constant(WORDS[value])
-        if " | " in value and "->" in value:
-            yield ast.Constant(value.split(" | ")[0])
-        if "*" in value and "->" in value:
-            yield ast.Constant(value.replace("*", ""))
-
-
-def _without_region(node: ast.JoinedStr) -> Iterator[Any]:
-    for n, part in enumerate(node.values):
-        if isinstance(part, ast.Constant) and " | " in part.value:
-            yield ast.JoinedStr([*node.values[:n], ast.Constant(part.value.split(" | ")[0])])
-
-
-def with_change(change: Change, source: Source) -> None:
-    """Puts the change in force in this process, for good."""
-    back = change.put()
-    try:
-        code = compile(source.tree, source.path, "exec", dont_inherit=True)
-    finally:
-        back()
-    module = importlib.import_module(source.name)
-    forget()
-    if change.function not in CONSTANTS.get(source.name, ()):
-        function_at(f"{source.name}:{change.function}").__code__ = code_at(code, change.function)
-        return
-    fresh = types.ModuleType(source.name)  # the constant alone is taken of it
-    fresh.__dict__.update({"__file__": source.path, "__package__": module.__package__})
-    exec(code, fresh.__dict__)
-    old, new = getattr(module, change.function), getattr(fresh, change.function)
-    for name, other in list(sys.modules.items()):
-        if name.startswith("fmegatron") and vars(other).get(change.function) is old:
-            setattr(other, change.function, new)
-
 
 # -------------------------------------------------------------------------------------------------- which layouts run it
 
@@ -402,7 +87,11 @@ def lines_run(case: Case, paths: Sequence[str]) -> dict[str, set[int]]:
     return found
 
 
-QUICK, SLOW = ("init", "gradients"), ("init", "adamw", "sgd")
+def layouts() -> tuple[list[Case], int]:
+    """(the layouts, how many of them are drawn by default)."""
+    cases = list(drawn())
+    more = [c for name, n in FAMILIES.items() for c in list(space(variants(name), 8).cases(1, 0))[:n]]
+    return [*cases, *more, *UNEQUAL], len(cases)
 
 
 @dataclass(frozen=True)
@@ -412,41 +101,58 @@ class Bench:
     cases: list[Case]
     lines: list[dict[str, set[int]]]
     seconds: list[float]
+    costs: list[Any]  # of a run without a change, see `cost_of`
+    default: int  # of the layouts, the first so many are drawn by default
 
     @staticmethod
     def of(paths: Sequence[str], kept: Path, version: str) -> Bench:
-        """Runs them all, or takes what an earlier sweep of the same sources kept of that."""
-        cases, lines, seconds = drawn(), [], []
+        """Runs them all; which lines they run an earlier sweep of the same sources may have kept."""
+        (cases, default), lines = layouts(), []
         if kept.exists() and (known := json.loads(kept.read_text()))["version"] == version:
             lines = [{p: set(some) for p, some in zip(paths, row, strict=True)} for row in known["lines"]]
-            seconds = known["seconds"]
+        seconds, costs = [], []
         for n, case in enumerate(cases):
-            if n == len(seconds):
+            if n == len(lines):
                 lines.append(lines_run(case, paths))
-                start = time.process_time()
-                verdict(case, QUICK)
-                seconds.append(time.process_time() - start)
-                _say(f"lines of layout {n + 1} of {len(cases)} ({seconds[-1]:.1f} s)")
                 rows = [[sorted(row[p]) for p in paths] for row in lines]
-                kept.write_text(json.dumps({"version": version, "seconds": seconds, "lines": rows}))
-        order, left = [], list(range(len(cases)))
+                kept.write_text(json.dumps({"version": version, "lines": rows}))
+            start = time.process_time()
+            found, cost = with_cost(case, QUICK)
+            seconds.append(time.process_time() - start)
+            assert found.kind == "equal", f"{case} is not equal without a change: {found}"
+            costs.append(cost)
+            _say(f"layout {n + 1} of {len(cases)} without a change: {seconds[-1]:.1f} s")
+        order: list[int] = []
         seen: set[tuple[str, int]] = set()
-        while left:
-            new = {n: {(p, i) for p, some in lines[n].items() for i in some} - seen for n in left}
-            best = max(left, key=lambda n: (len(new[n]) + 1) / seconds[n])
-            seen |= new[best]
-            order.append(best)
-            left.remove(best)
-        return Bench([cases[n] for n in order], [lines[n] for n in order], [seconds[n] for n in order])
+        for left in (list(range(default)), list(range(default, len(cases)))):
+            while left:
+                new = {n: {(p, i) for p, some in lines[n].items() for i in some} - seen for n in left}
+                best = max(left, key=lambda n: (len(new[n]) + 1) / seconds[n])
+                seen |= new[best]
+                order.append(best)
+                left.remove(best)
+        return Bench(*([x[n] for n in order] for x in (cases, lines, seconds, costs)), default)
 
     @property
     def cheapest(self) -> list[int]:
         """Some layouts on which steps of optimizers are tried too."""
-        return sorted(range(len(self.cases)), key=lambda n: self.seconds[n])[:12]
+        return sorted(range(self.default), key=lambda n: self.seconds[n])[:12]
 
     def running(self, change: Change, path: str) -> list[int]:
         """The layouts that run a changed line, in order."""
         return [n for n, lines in enumerate(self.lines) if lines[path] & set(change.lines)]
+
+
+def with_cost(case: Case, checks: tuple[str, ...]) -> tuple[Verdict, Any]:
+    """`verdict`, and what it took: every collective, and where on each rank the parts of all values lie."""
+    known = reference(case, checks)
+    with record_collectives() as found:
+        try:
+            ranks = run_on("simulated", known.program, case.layout, known.job, known.inputs)
+        except Exception as error:
+            return Verdict("error", message=f"{type(error).__name__}: {error}".splitlines()[0]), None
+    places = [{(what, n): piece.where for what in rank for n, piece in rank[what].items()} for rank in ranks]
+    return judged(ranks, known.want), (Counter(found), places)
 
 
 # ------------------------------------------------------------------------------------------------------------- the sweep
@@ -454,7 +160,8 @@ class Bench:
 
 @dataclass
 class Found:
-    """What became of a change. status: "difference", "error", "not finite", "hangs"; "survives", "not run"."""
+    """What became of a change. status: "difference", "error", "not finite", "hangs", "ledger" (collectives or places at
+    rest are others, no number is); "survives", "not run". default: was it a layout that is drawn by default?"""
 
     id: str
     text: str
@@ -464,10 +171,11 @@ class Found:
     what: str = ""
     tried: int = 0
     seconds: float = 0.0
+    default: bool = True
 
     @property
     def caught(self) -> bool:
-        return self.status in ("difference", "error", "not finite", "hangs")
+        return self.status in ("difference", "error", "not finite", "hangs", "ledger")
 
 
 def attempt(change: Change, source: Source, bench: Bench, limit: float) -> Found:
@@ -495,9 +203,10 @@ def attempt(change: Change, source: Source, bench: Bench, limit: float) -> Found
     _, status = os.waitpid(child, 0)
     found.seconds = round(time.monotonic() - start, 1)
     found.tried = len(lines)
-    last = lines[-1] if lines else None
-    if last is not None and last["kind"] != "equal":
+    last = next((row for row in reversed(lines) if row["kind"] != "equal"), None)
+    if last is not None:
         found.status, found.layout, found.what = last["kind"], last["layout"], last["what"]
+        found.default = last["default"]
     elif os.WIFSIGNALED(status):
         hangs = os.WTERMSIG(status) == signal.SIGXCPU and len(lines) == 0
         found.status = "hangs" if hangs else "survives" if os.WTERMSIG(status) == signal.SIGXCPU else "error"
@@ -535,14 +244,38 @@ def _in_child(change: Change, source: Source, bench: Bench, running: Sequence[in
         except SyntaxError as error:
             print(json.dumps({"kind": "error", "layout": "", "what": str(error)}), file=stream, flush=True)
             return
+        another_cost = None
         for number, (n, checks) in enumerate([*quick[:4], *slow[:1], *quick[4:], *slow[1:]]):
-            case = bench.cases[n]
-            one = as_verified(case) if number < 2 else verdict(case, checks)
+            if number >= 5 and another_cost:
+                return
+            case, cost = bench.cases[n], None
+            if number == 0:
+                one = as_verified(case)
+            elif checks is QUICK:
+                one, cost = with_cost(case, checks)
+            else:
+                one = verdict(case, checks)
             what = f"{one.worst.what} {one.worst.leaf} {one.worst.error:.1e}" if one.worst else one.message[:160]
             row = {"kind": one.kind, "layout": f"{case.layout} | {case.model}", "what": what}
+            row["default"] = n < bench.default
+            if not one.caught and cost is not None and cost != bench.costs[n]:
+                row["kind"] = another_cost = "ledger"
+                row["what"] = _shown(cost, bench.costs[n])
             print(json.dumps(row), file=stream, flush=True)
             if one.caught:
                 return
+
+
+def _shown(cost: Any, without: Any) -> str:
+    """A difference of costs in words."""
+    (found, places), (known, there) = cost, without
+    for one, other, word in ((found, known, "more"), (known, found, "fewer")):
+        if gone := one - other:
+            (c, n) = next(iter(gone.items()))
+            return f"{n} {word} {c.kind} over {'×'.join(c.axes)} of {c.elements} elements"
+    rank = next(r for r, (a, b) in enumerate(zip(places, there, strict=True)) if a != b)
+    odd = next(k for k in there[rank] if places[rank].get(k) != there[rank][k])
+    return f"{' '.join(odd)} lies at {places[rank].get(odd)} and not {there[rank][odd]} on rank {rank}"
 
 
 def _say(text: str) -> None:
@@ -555,6 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--modules", nargs="*", default=list(MODULES), help="change these alone")
     parser.add_argument("--share", type=float, default=1.0, help="of the changes, spread evenly")
     parser.add_argument("--conditions", action="store_true", help="change conditions, flags and conversions too")
+    parser.add_argument("--jobs", type=int, default=1, help="changes at a time")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of CPU for a change")
     parser.add_argument("--retry", action="store_true", help="try again what survived and is not equivalent")
     parser.add_argument("--list", action="store_true", help="print the changes and stop")
@@ -582,14 +316,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reference(case, QUICK)
         for n in bench.cheapest:
             reference(bench.cases[n], SLOW)
-        with out.open("a") as stream:
-            for n, (change, source) in enumerate(todo, 1):
-                found = attempt(change, source, bench, given.limit)
-                known[found.id] = found
-                print(json.dumps({"version": version, **asdict(found)}), file=stream, flush=True)
-                if not found.caught or n % 50 == 0:
-                    _say(f"{n}/{len(todo)} {found.status} {found.id} ({found.seconds} s)")
+        _in_jobs(todo, bench, given.limit, given.jobs, out, version)
+        known = _known(out, version)
     return report([known[c.id] for c, _ in chosen if c.id in known], len(chosen))
+
+
+def _in_jobs(
+    todo: Sequence[tuple[Change, Source]], bench: Bench, limit: float, jobs: int, out: Path, version: str
+) -> None:
+    """Tries all of them, so many at a time; results go to the file one by one."""
+    workers = []
+    for job in range(jobs):
+        if not (worker := os.fork()):
+            status = 1
+            try:
+                with out.open("a") as stream:
+                    for n, (change, source) in enumerate(todo[job::jobs], 1):
+                        found = attempt(change, source, bench, limit)
+                        print(json.dumps({"version": version, **asdict(found)}), file=stream, flush=True)
+                        if found.status == "survives" or n % 50 == 0:
+                            _say(f"{n} of {len(todo[job::jobs])}: {found.status} {found.id} ({found.seconds} s)")
+                status = 0
+            finally:
+                os._exit(status)
+        workers.append(worker)
+    for worker in workers:
+        os.waitpid(worker, 0)
 
 
 def _known(path: Path, version: str) -> dict[str, Found]:
@@ -615,11 +367,15 @@ def report(found: Sequence[Found], chosen: int) -> int:
         for f in some:
             reason = reasons.get(f.id) or reason_for(f) or ("" if f.status == "not run" else "NO REASON")
             print(f"  {f.id} (line {f.line}{f', {f.tried} tried' if f.tried else ''}){': ' if reason else ''}{reason}")
-    caught = sum(f.caught for f in found)
-    counted = caught + len(survivors) - len(equivalent)
-    share = caught / max(1, counted)
+    caught = [f for f in found if f.caught]
+    counted = len(caught) + len(survivors) - len(equivalent)
+    share = len(caught) / max(1, counted)
     print(f"\n{len(found)} of {chosen} changes tried: " + ", ".join(f"{n} {s}" for s, n in by_status.most_common()))
-    print(f"caught {caught} of {counted} that run and are not equivalent: {100 * share:.1f} %")
+    print(
+        f"caught {len(caught)} of {counted} that run and are not equivalent: {100 * share:.1f} %; of these "
+        f"{sum(f.status == 'ledger' for f in caught)} by collectives or places at rest alone, "
+        f"{sum(not f.default for f in caught)} by layouts of other families or of parts of unequal size"
+    )
     return 0 if share >= 0.95 and all(reasons.values()) else 1
 
 
