@@ -217,32 +217,33 @@ def end(x: torch.Tensor) -> torch.Tensor:
     return functional.wait_tensor(x)
 
 
-def begin_exchange(xs: Sequence[torch.Tensor], mesh: Mesh, axes: tuple[str, ...]) -> Exchange:
-    """Begins to send tensors to the next rank along an ordered tuple of axes (the last rank's go to the first):
-    `.finish()` waits for those of the rank before. Shapes are the same on all ranks. Without a gradient."""
-    return Exchange(xs, mesh, axes)
+def begin_exchange(xs: Sequence[torch.Tensor], mesh: Mesh, axes: tuple[str, ...], *, back: bool = False) -> Exchange:
+    """Begins to send tensors to the next rank along an ordered tuple of axes (the last rank's go to the first), or `back`
+    to the one before: `.finish()` waits for those that come from the other side. Shapes are the same on all ranks.
+    Without a gradient."""
+    return Exchange(xs, mesh, axes, back)
 
 
 class Exchange:
     """Tensors on their way to a neighbour."""
 
-    def __init__(self, xs: Sequence[torch.Tensor], mesh: Mesh, axes: tuple[str, ...]) -> None:
+    def __init__(self, xs: Sequence[torch.Tensor], mesh: Mesh, axes: tuple[str, ...], back: bool) -> None:
         self.sent = [x.contiguous() for x in xs]  # alive until they have left
         self.pending: list[Any] = []
         for x in self.sent:
             note_collective("exchange", mesh.sorted(axes), mesh.size(axes), x)
-        before, behind = neighbours(mesh, axes)
+        sources, targets = neighbours(mesh, axes)[:: -1 if back else 1]
         if mesh.simulated:
-            self.received = [from_ranks(lift(x, mesh.world), before) for x in self.sent]
+            self.received = [from_ranks(lift(x, mesh.world), sources) for x in self.sent]
             return
         rank, group = dist.get_rank(), mesh.process_group(axes)
         self.received = [torch.empty_like(x) for x in self.sent]
-        sends = [dist.P2POp(dist.isend, x, behind[rank], group) for x in self.sent]
-        receives = [dist.P2POp(dist.irecv, x, before[rank], group) for x in self.received]
+        sends = [dist.P2POp(dist.isend, x, targets[rank], group) for x in self.sent]
+        receives = [dist.P2POp(dist.irecv, x, sources[rank], group) for x in self.received]
         self.pending = dist.batch_isend_irecv([*sends, *receives])
 
     def finish(self) -> list[torch.Tensor]:
-        """The tensors of the rank before, once they have come."""
+        """The tensors of the neighbour, once they have come."""
         for request in self.pending:
             request.wait()
         received, self.received, self.sent, self.pending = self.received, [], [], []

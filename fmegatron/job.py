@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fmegatron import random
+from fmegatron.axes import parse_axes
 from fmegatron.config import TrainConfig
 from fmegatron.data import TokenDataset, eval_batches
 from fmegatron.job_model import (
@@ -24,7 +25,7 @@ from fmegatron.job_model import (
 )
 from fmegatron.job_optim import make_loss_scaling, make_optimizer
 from fmegatron.loss_scale import LossScale, LossScaling
-from fmegatron.mesh import Mesh, make_mesh, parse_axes
+from fmegatron.mesh import Mesh, make_mesh
 from fmegatron.models import Decoder, DecoderConfig, load_hf
 from fmegatron.models.fused import FUSED
 from fmegatron.optim import Optimizer

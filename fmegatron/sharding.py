@@ -249,8 +249,7 @@ class Sharding:
             if self.mesh is None or not live:
                 return torch.arange(n, device=where)
             if not lay.divides(n, live, self.mesh):
-                filled = self._filled_positions(axes, n, what, device)
-                return run_step(filled, self.mesh, Step("cut", live, ((0, live),), (), uneven=((0, n),)))
+                return self._cut(self._filled_positions(axes, n, what, device), 0, n, live)
             part = self._part(n, live, what)
             return self.mesh.position(live) * part + torch.arange(part, device=where)
 
@@ -264,6 +263,11 @@ class Sharding:
             where = torch.device(device) if device is not None else self.device
             rows, place = uneven.positions(n, tuple(self.mesh.sizes[a] for a in live), where), self.mesh.position(live)
             return rows[place] if isinstance(place, int) else rows.index_select(0, place.to(where))[0]
+
+    def _cut(self, x: torch.Tensor, dim: int, n: int, axes: tuple[str, ...]) -> torch.Tensor:
+        """x without what fills up its part of a dim of size n on some axes."""
+        assert self.mesh is not None
+        return run_step(x, self.mesh, Step("cut", axes, ((dim, axes),), (), uneven=((dim, n),)))
 
     def _without_filling(
         self, x: torch.Tensor, dims: Sequence[str], kept: Sequence[str], least: bool = False
@@ -408,7 +412,7 @@ class Sharding:
         placements = [Replicate() if isinstance(p, Invariant) else p for p in self.placements(dims)]
         for d, name in enumerate(parse_side(dims).dims):
             if (n := self.uneven_size(name)) is not None:
-                x = run_step(x, self.mesh, Step("cut", self.axes(name), ((d, self.axes(name)),), (), uneven=((d, n),)))
+                x = self._cut(x, d, n, self.axes(name))
         return self._dtensor(x, placements, tuple(shape))
 
     def local(self, values: Any) -> Any:

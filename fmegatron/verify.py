@@ -122,9 +122,12 @@ def _table(config: VerifyConfig, cases: Any, every: Any, legal: Any, start: floa
     from fmegatron.testing.covering import pairs_of
 
     widths = [max(len(str(c.layout)) for c in cases), max(len(c.model) for c in cases)]
-    print(f"{'#':>3}  {'layout':{widths[0]}}  {'model':{widths[1]}}  worst error  seconds  worst leaf", flush=True)
     failed, worst = None, 0.0
     for n, row in enumerate(_checked(config, cases), 1):
+        if n == 1:
+            print(
+                f"{'#':>3}  {'layout':{widths[0]}}  {'model':{widths[1]}}  worst error  seconds  worst leaf", flush=True
+            )
         line = f"{n:3}  {str(row.case.layout):{widths[0]}}  {row.case.model:{widths[1]}}  {row.error:11.1e}"
         print(f"{line}  {row.seconds:7.1f}  {row.leaf}{'' if row.ok else '  FAILED'}", flush=True)
         worst = max(worst, row.error)

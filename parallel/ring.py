@@ -25,14 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from fmegatron.collectives import Exchange, begin_exchange, neighbours, ring_places
+from fmegatron.collectives import begin_exchange, ring_places
 from fmegatron.errors import ShardingError
 from fmegatron.mesh import Mesh
 from fmegatron.primitives._function import graph_wanted, wide
 from fmegatron.primitives.attention.blocks import finite
 from fmegatron.primitives.attention.sinks import sinks_gradient, with_sinks
-from fmegatron.recording import note_collective
-from fmegatron.simulation import from_ranks, lift, on_each_rank
+from fmegatron.simulation import on_each_rank
 
 
 class Form(NamedTuple):
@@ -216,7 +215,7 @@ def ring_backward(
             homes.append(_sent_home(ring, [gk, gv], offset))
             coming = None
         else:
-            coming = _begin(ring, [gk, gv], back=offset < 0)
+            coming = begin_exchange([gk, gv], ring.mesh, ring.axes, back=offset < 0)
         del gk, gv, k_, v_, rest
     assert gq is not None
     gk, gv = (functools.reduce(torch.add, grads) for grads in zip(*homes, strict=True))
@@ -236,7 +235,7 @@ def _passing(ring: Ring, tensors: list[Tensor], there_and_back: tuple[int, int])
     for offset, following in itertools.zip_longest(order, order[1:]):
         coming = None
         if following is not None:
-            coming = _begin(ring, tensors if following == -1 else held, back=following < 0)
+            coming = begin_exchange(tensors if following == -1 else held, ring.mesh, ring.axes, back=following < 0)
         yield offset, held
         held = coming.finish() if coming is not None else []
 
@@ -246,31 +245,8 @@ def _sent_home(ring: Ring, grads: list[Tensor], offset: int) -> list[Tensor]:
     steps = offset % ring.size
     ahead = ring.size - steps <= steps  # on round the ring
     for _ in range(min(steps, ring.size - steps)):
-        grads = _begin(ring, grads, back=not ahead).finish()
+        grads = begin_exchange(grads, ring.mesh, ring.axes, back=not ahead).finish()
     return grads
-
-
-def _begin(ring: Ring, tensors: Sequence[Tensor], *, back: bool) -> Exchange:
-    """Send tensors to the rank behind, or `back` to the one before."""
-    return (BackwardExchange if back else begin_exchange)(tensors, ring.mesh, ring.axes)
-
-
-class BackwardExchange(Exchange):
-    """`begin_exchange` the other way: to the rank before, and from the one behind."""
-
-    def __init__(self, xs: Sequence[Tensor], mesh: Mesh, axes: tuple[str, ...]) -> None:
-        self.sent, self.pending = [x.contiguous() for x in xs], []
-        for x in self.sent:
-            note_collective("exchange", mesh.sorted(axes), mesh.size(axes), x)
-        before, behind = neighbours(mesh, axes)
-        if mesh.simulated:
-            self.received = [from_ranks(lift(x, mesh.world), behind) for x in self.sent]
-            return
-        rank, group = dist.get_rank(), mesh.process_group(axes)
-        self.received = [torch.empty_like(x) for x in self.sent]
-        sends = [dist.P2POp(dist.isend, x, before[rank], group) for x in self.sent]
-        receives = [dist.P2POp(dist.irecv, x, behind[rank], group) for x in self.received]
-        self.pending = dist.batch_isend_irecv([*sends, *receives])
 
 
 def _given(segments: Tensor | None) -> list[Tensor]:

@@ -302,7 +302,7 @@ def test_the_other_kinds_send_what_their_arrows_say():
 
 def watched(monkeypatch, log, alive):
     """Log the exchanges and the work of the ring; keep weak references to the keys and values that come."""
-    begin, merged, gradients = ring._begin, ring._merged, ring._gradients
+    begin, merged, gradients = ring.begin_exchange, ring._merged, ring._gradients
 
     class Watched:
         def __init__(self, *args, **options):
@@ -319,7 +319,7 @@ def watched(monkeypatch, log, alive):
         log.append("compute")
         log.append(sum(r() is not None for r in alive))
 
-    monkeypatch.setattr(ring, "_begin", Watched)
+    monkeypatch.setattr(ring, "begin_exchange", Watched)
     monkeypatch.setattr(ring, "_merged", lambda *a: (count(), merged(*a))[1])
     monkeypatch.setattr(ring, "_gradients", lambda *a: (count(), gradients(*a))[1])
 

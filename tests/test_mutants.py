@@ -5,10 +5,9 @@ import torch
 
 from fmegatron.testing import Layout
 from fmegatron.testing.covering import Case
-from tests.mutants.__main__ import first_caught
 from tests.mutants.catching import drawn, on_one_device, verdict
 from tests.mutants.edits import Edit, applied
-from tests.mutants.first import FIRST
+from tests.mutants.first import FIRST, first_caught
 from tests.mutants.table import MUTANTS
 
 RENEW = "`python -m tests.mutants --write` finds and records the first layouts anew"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fmegatron.axes import parse_axes
 from fmegatron.errors import UserError
-from fmegatron.mesh import parse_axes
 from fmegatron.rules import CONTEXTS
 
 DATA = ("dp", "fsdp")  # axes that divide the batch
