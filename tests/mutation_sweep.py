@@ -5,6 +5,7 @@ at a time, and the layouts that are drawn by default must notice.
     python -m tests.mutation_sweep --share 0.1           # every tenth
     python -m tests.mutation_sweep --conditions          # and every condition, flag and conversion
     python -m tests.mutation_sweep --retry --limit 300   # once more what survived without a reason
+    python -m tests.mutation_sweep --no-tests            # by layouts alone
     python -m tests.mutation_sweep --report              # what is known so far
     python -m tests.mutation_sweep --list --modules fmegatron.zigzag
 
@@ -32,8 +33,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from fmegatron.testing import Layout, compare
 from fmegatron.testing.covering import Case, space
 from fmegatron.testing.engines import run_on
 from fmegatron.testing.models import find_model, variants
+from tests.mutants import by_tests
 from tests.mutants.catching import Verdict, drawn, judged, reference, verdict
 from tests.mutants.changes import CONSTANTS, MODULES, Change, Source, changes, with_change
 from tests.mutants.edits import forget
@@ -161,7 +163,8 @@ def with_cost(case: Case, checks: tuple[str, ...]) -> tuple[Verdict, Any]:
 @dataclass
 class Found:
     """What became of a change. status: "difference", "error", "not finite", "hangs", "ledger" (collectives or places at
-    rest are others, no number is); "survives", "not run". default: was it a layout that is drawn by default?"""
+    rest are others, no number is), "tests" (a test of the project fails, no layout does); "survives", "not run". default:
+    was it a layout that is drawn by default? tests: how many tests were tried, -1 for none yet."""
 
     id: str
     text: str
@@ -172,10 +175,11 @@ class Found:
     tried: int = 0
     seconds: float = 0.0
     default: bool = True
+    tests: int = -1
 
     @property
     def caught(self) -> bool:
-        return self.status in ("difference", "error", "not finite", "hangs", "ledger")
+        return self.status in ("difference", "error", "not finite", "hangs", "ledger", "tests")
 
 
 def attempt(change: Change, source: Source, bench: Bench, limit: float) -> Found:
@@ -291,6 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="changes at a time")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of CPU for a change")
     parser.add_argument("--retry", action="store_true", help="try again what survived and is not equivalent")
+    parser.add_argument(
+        "--no-tests", action="store_true", help="do not ask the project's tests where no layout notices"
+    )
     parser.add_argument("--list", action="store_true", help="print the changes and stop")
     parser.add_argument("--report", action="store_true", help="print what is known and stop")
     given = parser.parse_args(arguments)
@@ -316,13 +323,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reference(case, QUICK)
         for n in bench.cheapest:
             reference(bench.cases[n], SLOW)
-        _in_jobs(todo, bench, given.limit, given.jobs, out, version)
+        _in_jobs(todo, lambda c, s: attempt(c, s, bench, given.limit), given.jobs, out, version)
+        known = _known(out, version)
+    left = [(c, s) for c, s in chosen if (f := known.get(c.id)) and not f.caught and f.tests < 0 and not _equivalent(f)]
+    if left and not given.report and not given.no_tests:
+        _on_tests(left, known, [s.path for s in whole], given.jobs, out, version)
         known = _known(out, version)
     return report([known[c.id] for c, _ in chosen if c.id in known], len(chosen))
 
 
+Pair = tuple[Change, Source]
+
+
 def _in_jobs(
-    todo: Sequence[tuple[Change, Source]], bench: Bench, limit: float, jobs: int, out: Path, version: str
+    todo: Sequence[Pair], tried: Callable[[Change, Source], Found], jobs: int, out: Path, version: str
 ) -> None:
     """Tries all of them, so many at a time; results go to the file one by one."""
     workers = []
@@ -332,9 +346,9 @@ def _in_jobs(
             try:
                 with out.open("a") as stream:
                     for n, (change, source) in enumerate(todo[job::jobs], 1):
-                        found = attempt(change, source, bench, limit)
+                        found = tried(change, source)
                         print(json.dumps({"version": version, **asdict(found)}), file=stream, flush=True)
-                        if found.status == "survives" or n % 50 == 0:
+                        if not found.caught or n % 50 == 0:
                             _say(f"{n} of {len(todo[job::jobs])}: {found.status} {found.id} ({found.seconds} s)")
                 status = 0
             finally:
@@ -342,6 +356,25 @@ def _in_jobs(
         workers.append(worker)
     for worker in workers:
         os.waitpid(worker, 0)
+
+
+def _on_tests(
+    left: Sequence[Pair], known: dict[str, Found], paths: Sequence[str], jobs: int, out: Path, version: str
+) -> None:
+    """What no layout noticed, on the tests."""
+
+    def body(items: Sequence[Any]) -> None:
+        tests = by_tests.without_change(items, paths, out.with_suffix(".tests.json"), version)
+
+        def tried(change: Change, source: Source) -> Found:
+            start, everywhere = time.monotonic(), change.function in CONSTANTS.get(source.name, ())
+            failed, number = by_tests.noticed(change, source, everywhere, items, tests, 120.0)
+            found = replace(known[change.id], tests=number, seconds=round(time.monotonic() - start, 1))
+            return replace(found, status="tests", what=failed) if failed else found
+
+        _in_jobs(left, tried, jobs, out, version)
+
+    by_tests.on_tests(body)
 
 
 def _known(path: Path, version: str) -> dict[str, Found]:
