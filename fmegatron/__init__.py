@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 
 # Functions that share their module's name: `fm.remat` is the function, `from fmegatron.remat import …` reaches the
 # module.
-_FUNCTIONS = ("accumulate", "placements", "remat", "split")
+_FUNCTIONS = ("accumulate", "offload", "placements", "remat", "split")
 
 
 def __getattr__(name: str) -> Any:
@@ -32,7 +32,8 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
         api = importlib.import_module("fmegatron.api")
         if name in api.__all__:
-            return getattr(api, name)
+            globals()[name] = found = getattr(api, name)  # asked once
+            return found
     raise AttributeError(f"module 'fmegatron' has no attribute {name!r}")
 
 

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fmegatron import buckets
 from fmegatron.collectives import Step
 from fmegatron.context import Ctx
+from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.function import under_torch_func
 from fmegatron.grad import Trainable, as_at_rest, higher_order, scalar, to_local, trainable_leaves, unscaled
 from fmegatron.sharding import Sharding
-from fmegatron.tree import detached, is_tensor, leaves, like, named, tensors, tree_map
+from fmegatron.tree import flatten, is_tensor, leaves, like, named, tensors, tree_map, unflatten
 from fmegatron.zero import Reducer, cut_like_state, splits_state
 
 
@@ -119,8 +119,8 @@ def accumulate(
         parts = cut_batch(batch, with_rows(ctx, batch), microbatches)
         known = None if weights is None else dict(weights(batch))
         scale = None if known is None else scales(known, ctx.sh)
-        at_once = composable or ctx.sh.check is not None
-        sums = _Sums(ctx.sh, len(parts))
+        at_once = composable or ctx.sh.check is not None or ctx.sh.mesh is None
+        sums = _Sums(ctx.sh, len(parts), at_once)
         grads: list[Any] = [None] * len(wanted)
         for number, (part, part_ctx) in enumerate(parts):
 
@@ -134,7 +134,7 @@ def accumulate(
             reduce = late and (ctx.sh.rules.zero == 2 or number == len(parts) - 1)
             with ctx.sh.others_refused() if late else contextlib.nullcontext():
                 _add_in_place(of, sums.add, params, wanted, grads, wide, (spec, ctx.sh) if reduce else None)
-        total, metrics, factor = sums.finish(scale)
+        total, metrics, factor = sums.finish(scale, known)
         if factor is not None:
             for i, g in enumerate(grads):
                 if g is not None:
@@ -142,11 +142,12 @@ def accumulate(
                     grads[i] = g * c if composable else g.mul_(c)
         if leave is not None:
             grads = leaves(leave(like(params, grads)))
-        if spec is not None and not late:
+        sharded = spec is not None and ctx.sh.mesh is not None
+        if sharded and not late:
             grads = cut_like_state(grads, leaves(spec), ctx.sh)
         if loss_scale is not None:  # behind the sums over ranks, which may be in a narrow dtype
             grads = [unscaled(g, loss_scale, in_place=not composable) for g in grads]
-        if spec is not None and splits_state(spec, ctx.sh):
+        if sharded and splits_state(spec, ctx.sh):
             return (total, metrics), _like_state(grads, at_rest, spec, ctx.sh)
         return (total, metrics), as_at_rest(grads, at_rest)
 
@@ -175,7 +176,8 @@ class Scales(Mapping[str, tuple[Any, Any]]):
     @functools.cached_property
     def found(self) -> dict[str, tuple[Any, Any]]:
         totals = self.totals.finish()
-        return {n: (totals[n], reciprocal(totals[n]) * w.coefficient) for n, w in self.weights.items()}
+        each = {n: reciprocal(totals[n]) for n in self.weights}
+        return {n: (totals[n], _times(each[n], w.coefficient)) for n, w in self.weights.items()}
 
     def __getitem__(self, name: str) -> tuple[Any, Any]:
         return self.found[name]
@@ -240,7 +242,7 @@ def reciprocal(w: Any) -> Any:
     if not is_tensor(w):
         return 1.0 / w if w else 0.0
     w = w.detach().double()
-    return torch.where(w == 0, 0.0, 1.0 / torch.where(w == 0, 1.0, w))
+    return w.reciprocal().masked_fill(w == 0, 0.0)
 
 
 def summed(items: torch.Tensor, dims: str, sh: Sharding) -> torch.Tensor:
@@ -267,8 +269,8 @@ def evaluate(
     Invariant sum is nothing but handed on), and the second has `_Summand`s.
     """
 
-    def over(items: torch.Tensor, dims: str) -> _Summand:
-        return _Summand(summed(items, dims, sh)) if at_once else _counted(items, dims, sh)
+    def over(items: torch.Tensor, dims: str) -> Any:
+        return summed(items, dims, sh) if at_once else _counted(items, dims, sh)
 
     if isinstance(terms, Term):
         terms = {next(iter(known)) if known and len(known) == 1 else "loss": terms}
@@ -277,8 +279,11 @@ def evaluate(
             f"a loss must return (terms, stats) with terms a Term or a dict of Terms, not {type(terms).__name__}"
         )
     found = {name: over(t.items, t.dims) for name, t in terms.items()}
-    sums = {name: s.x for name, s in found.items()}
-    aux = {"sums": found, "stats": tree_map(lambda t: over(t.items, t.dims) if isinstance(t, Term) else t, stats)}
+    sums = found if at_once else {name: s.x for name, s in found.items()}
+    aux: dict[str, Any] = {
+        "sums": found,
+        "stats": tree_map(lambda t: over(t.items, t.dims) if isinstance(t, Term) else t, stats),
+    }
     if known is None or scale is None:
         (term,) = terms.values() if len(terms) == 1 else (None,)
         if term is None or term.weight is None:
@@ -297,8 +302,6 @@ def evaluate(
             )
         parts = [scaled(s, scale[name][1], loss_scale) for name, s in sums.items()]
         value = sum(parts[1:], start=parts[0])
-    if at_once:
-        aux = tree_map(lambda t: t.x if isinstance(t, _Summand) else t, aux)
     return scalar(value), aux
 
 
@@ -311,6 +314,10 @@ def scaled(x: torch.Tensor, c: Any, loss_scale: float | None) -> torch.Tensor:
     return x * as_factor(c * loss_scale, x)
 
 
+def _times(x: Any, coefficient: float) -> Any:
+    return x if coefficient == 1.0 else x * coefficient
+
+
 def as_factor(c: Any, of: torch.Tensor) -> Any:
     """A number, or a 0-d tensor in the dtype of what it multiplies."""
     return c.to(of.dtype) if isinstance(c, torch.Tensor) else c
@@ -320,8 +327,8 @@ class _Sums:
     """Sums over microbatches, and what they give in the end. They go over the ranks with the last microbatch, beside its
     backward."""
 
-    def __init__(self, sh: Sharding, microbatches: int) -> None:
-        self.sh, self.left = sh, microbatches
+    def __init__(self, sh: Sharding, microbatches: int, at_once: bool) -> None:
+        self.sh, self.left, self.at_once = sh, microbatches, at_once
         self.total: Any = None
 
     def add(self, aux: dict[str, Any]) -> None:
@@ -331,7 +338,7 @@ class _Sums:
             pairs = zip(leaves(self.total), leaves(aux), strict=True)
             self.total = like(aux, [self._both(a, b) for a, b in pairs])
         self.left -= 1
-        if not self.left:
+        if not self.left and not self.at_once:
             self.total = _Reduced(self.total, self.sh)
 
     @staticmethod
@@ -340,16 +347,23 @@ class _Sums:
             return _Summand(a.x + b.x, b.steps)
         return a + b if is_tensor(a) else b
 
-    def finish(self, scale: Mapping[str, tuple[Any, Any]] | None) -> tuple[torch.Tensor, dict[str, Any], Any]:
+    def finish(
+        self, scale: Mapping[str, tuple[Any, Any]] | None, known: Mapping[str, Weight] | None
+    ) -> tuple[torch.Tensor, dict[str, Any], Any]:
         """(value of the loss, metrics, by what the gradients are still to be multiplied or None)."""
-        found = self.total.finish()
+        found = self.total if self.at_once else self.total.finish()
         sums, stats, factor = found["sums"], found["stats"], None
         if scale is None:
             (name,), weight = sums, found["weight"]
             factor = reciprocal(weight)
             scale = {name: (weight, factor)}
         parts = [s * as_factor(scale[name][1], s) for name, s in sums.items()]
-        means = {name: s * as_factor(reciprocal(scale[name][0]), s) for name, s in sums.items()}
+        means = {
+            name: part
+            if known is None or known[name].coefficient == 1.0
+            else s * as_factor(reciprocal(scale[name][0]), s)
+            for part, (name, s) in zip(parts, sums.items(), strict=True)
+        }
         weights = {name: scale[name][0] for name in sums}
         metrics = {"terms": means, "sums": sums, "weights": weights, "stats": stats}
         return sum(parts[1:], start=parts[0]), metrics, factor
@@ -370,10 +384,11 @@ def _add_in_place(
     microbatch), or with ZeRO-2 these, which are then added to the sums, which are there already.
     """
     each = reduce is not None and reduce[1].rules.zero == 2
-    flat = leaves(detached(params))
+    flat, shape = flatten(params)
+    flat = [t.detach() if is_tensor(t) else t for t in flat]
     inputs = [t.requires_grad_() for t, w in zip(flat, wanted, strict=True) if w]
     with torch.enable_grad():
-        value, aux = of(like(params, flat))
+        value, aux = of(unflatten(shape, flat))
     add_sums(tree_map(_cut_off, aux))
     del aux
     seen = [False] * len(flat)
@@ -399,12 +414,20 @@ def _add_in_place(
         return hook
 
     for i, leaf in enumerate(flat):
-        if wanted[i]:
+        if not wanted[i]:
+            continue
+        if reducer is None and torch.promote_types(leaf.dtype, dtype) == leaf.dtype:
+            leaf.grad = grads[i]  # autograd adds by itself
+        else:
             leaf.register_post_accumulate_grad_hook(take(i))
     if value.requires_grad and inputs:
         torch.autograd.backward(value, inputs=inputs)
     for i, leaf in enumerate(flat):
-        if wanted[i] and not seen[i]:  # the loss does not use it
+        if not wanted[i] or seen[i]:
+            continue
+        if leaf.grad is not None:
+            grads[i], leaf.grad = leaf.grad, None
+        else:  # the loss does not use it
             zeros = torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, dtype), requires_grad=False)
             if reducer is not None:
                 g, grads[i] = (zeros, grads[i]) if each or grads[i] is None else (grads[i], None)
@@ -462,13 +485,13 @@ def row_count(batch: Any) -> int | None:
 
     Raises UserError where they differ.
     """
-    sizes = {path: t.shape[0] for path, t in named(batch).items() if is_tensor(t) and t.dim()}
-    if len(set(sizes.values())) > 1:
-        shown = ", ".join(f"{path}: {n}" for path, n in sizes.items())
+    sizes = {t.shape[0] for t in leaves(batch) if is_tensor(t) and t.dim()}
+    if len(sizes) > 1:
+        shown = ", ".join(f"{path}: {t.shape[0]}" for path, t in named(batch).items() if is_tensor(t) and t.dim())
         raise UserError(
             f"the batch's tensors differ in their first dim, its rows ({shown}): put what is no row-wise data in ctx.extras"
         )
-    return next(iter(sizes.values()), None)
+    return next(iter(sizes), None)
 
 
 def cut_batch(batch: Any, ctx: Ctx, n: int) -> list[tuple[Any, Ctx]]:

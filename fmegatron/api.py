@@ -1,23 +1,27 @@
 """Everything that `import fmegatron as fm` offers, collected from the modules of the core."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fmegatron import optim, random, schedules
 from fmegatron.accumulate import Term, Weight, accumulate
 from fmegatron.checking import check, infer_over
 from fmegatron.context import Ctx
 from fmegatron.errors import ShardingError, UserError
 from fmegatron.grad import value_and_grad
+from fmegatron.graphs import cuda_graph
 from fmegatron.initializers import constant, normal, ones, truncated_normal, uniform, zeros
 from fmegatron.launch import close_distributed as leave_processes
 from fmegatron.launch import init_distributed as join_processes
 from fmegatron.launch import is_first_process
 from fmegatron.loss_scale import LossScale, LossScaling, dynamic_loss_scale, static_loss_scale
 from fmegatron.mesh import Mesh, make_mesh
+from fmegatron.offload import offloaded
 from fmegatron.padding import shard_batch
-from fmegatron.placements import Invariant, Partial, Replicate, Shard
 from fmegatron.precision import Precision
 from fmegatron.random import Key, fold_in, key
 from fmegatron.random import split as split_key
-from fmegatron.remat import names, nothing, remat
+from fmegatron.remat import names, nothing, offload, remat
 from fmegatron.rules import Rules, standard_rules
 from fmegatron.sharding import Sharding, placements
 from fmegatron.simulation import per_rank, simulate
@@ -25,6 +29,18 @@ from fmegatron.spec import Param, abstract, count, describe, init
 from fmegatron.split import everything, split
 from fmegatron.step import NonFiniteError, TrainState, evaluate, train_step
 from fmegatron.zero import with_sharded_state
+
+if TYPE_CHECKING:
+    from fmegatron.placements import Invariant, Partial, Replicate, Shard
+
+_PLACEMENTS = ("Invariant", "Partial", "Replicate", "Shard")  # classes of DTensor, imported with the first of them
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACEMENTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("fmegatron.placements"), name)
+
 
 __all__ = [
     "Ctx",
@@ -51,6 +67,7 @@ __all__ = [
     "check",
     "constant",
     "count",
+    "cuda_graph",
     "describe",
     "dynamic_loss_scale",
     "evaluate",
@@ -66,6 +83,8 @@ __all__ = [
     "names",
     "normal",
     "nothing",
+    "offload",
+    "offloaded",
     "ones",
     "optim",
     "per_rank",

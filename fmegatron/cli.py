@@ -1,4 +1,4 @@
-"""The command line: `fmegatron train | generate | export | preprocess | describe | verify`.
+"""The command line: `fmegatron train | generate | export | preprocess | describe | verify | schedule | bench`.
 
 Only the settings are imported here; a command's own module, and torch, is imported when the command runs.
 """
@@ -109,6 +109,26 @@ def verify(arguments: Sequence[str]) -> int | None:
     return run(parse(VerifyConfig, "verify", arguments))
 
 
+def bench(arguments: Sequence[str]) -> int | None:
+    """Time training steps beside other libraries, in one run."""
+    from fmegatron.bench.settings import BenchConfig
+
+    config = parse(BenchConfig, "bench", arguments)
+    from fmegatron.bench.run import run
+
+    return run(config)
+
+
+def schedule(arguments: Sequence[str]) -> int | None:
+    """Draw a pipeline schedule, prove that it cannot hang, and tell its bubble and memory."""
+    from fmegatron.schedule_command import ScheduleConfig, run
+
+    arguments = list(arguments)
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--name", *arguments]
+    return run(parse(ScheduleConfig, "schedule", arguments))
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "generate": generate,
@@ -116,6 +136,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "preprocess": preprocess,
     "describe": describe,
     "verify": verify,
+    "schedule": schedule,
+    "bench": bench,
 }
 
 

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch.distributed.tensor import DTensor
 
 from fmegatron import uneven
+from fmegatron.dtensor import DTensor
 from fmegatron.errors import ShardingError, UserError
 from fmegatron.function import apply_function
 from fmegatron.mesh import Mesh

@@ -174,6 +174,26 @@ class PrecisionConfig:
     """Overflows after which the dynamic loss scale halves; a fixed one ends the run after 8 in a row."""
     loss_scale_minimum: float = 1.0
     """Smallest dynamic loss scale; an overflow there ends the run."""
+    fp8_gradients: Literal["e5m2", "e4m3"] | None = None
+    """With --fp8, format of output gradients; None: e5m2 where an operand has one scale, else e4m3."""
+    fp8_margin: int = 0
+    """With --fp8, powers of two that scales are lower than they might be."""
+    fp8_history: int = 16
+    """With --fp8 delayed, steps whose largest magnitudes count."""
+    fp8_keep: tuple[str, ...] = ()
+    """With --fp8, computations of a layer that stay in the compute format, such as o down; * stands for any letters."""
+    fp8_keep_first: int = 0
+    """With --fp8, so many first layers stay in the compute format."""
+    fp8_keep_last: int = 0
+    """With --fp8, so many last layers stay in the compute format."""
+    fp8_unaligned: Literal["refuse", "keep"] = "refuse"
+    """With --fp8, what becomes of products whose sizes are no multiples of 16 (blockwise: 128): refuse, or keep them in the
+    compute format."""
+    fp8_agree: bool = True
+    """With --fp8, scales are agreed over ranks, so that the mesh does not change the result; if not, each rank has its own."""
+    fp8_backend: Literal["auto", "native", "emulated", "te"] = "auto"
+    """With --fp8, who computes: native, torch on a GPU; emulated, the same numbers anywhere, slowly; te, Transformer Engine's
+    casts; auto: native on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +276,7 @@ class TrainConfig:
 
     mesh: str | None = None
     """How ranks are laid out, as axis=size: dp and fsdp divide the batch, cp the sequence, tp heads, mlp and vocabulary,
-    such as dp=2,tp=4; ranks of the last axis are adjacent. Their product is the number of ranks. None: dp of all ranks."""
+    pp the layers (a pipeline), such as pp=2,tp=4; ranks of the last axis are adjacent. Their product is the number of ranks. None: dp of all ranks."""
     store: tuple[str, ...] = ()
     """Mesh axes over which --zero divides what is held between steps, such as dp, or fsdp cp. None given: nothing is
     divided, or with --zero 1, 2 or 3 over fsdp, else dp. Fewer axes than divide the batch: hybrid sharding (HSDP)."""
@@ -274,6 +294,13 @@ class TrainConfig:
     of some heads; ulysses+ring, that between near ranks and a ring between far ones."""
     nproc: int = 1
     """Processes to start on this machine; under torchrun none are started."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "bfs", "zbh1", "zbv", "dualpipev"] = "1f1b"
+    """Order in which the stages of a pipeline (mesh axis pp) compute the microbatches; fmegatron schedule draws it."""
+    virtual: int | None = None
+    """Stages on each rank of a pipeline, for interleaved and bfs; None: 2."""
+    stages: str | None = None
+    """What each stage of a pipeline holds, in Megatron-LM's notation: E the embedding, t a layer, L the head, | between
+    stages, such as Et|ttt|ttL. None: as even as can be."""
     device: str = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
 
@@ -281,11 +308,27 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    fp8: Literal["tensorwise", "rowwise", "blockwise", "delayed"] | None = None
+    """Matrix products of the layers in fp8, forward and backward, by what shares a scale: tensorwise, a tensor; rowwise, a row;
+    blockwise, 1×128 numbers of activations and 128×128 of weights; delayed, a tensor, by its last steps. More under
+    --precision.fp8-*."""
     remat: str = "everything"
     """What a layer keeps for the backward pass; the rest is computed again: everything, nothing (but its input), or the
-    results of named computations, such as attention or attention,q,k,v,o,gate,up,down."""
+    results of named computations, such as attention or attention,q,k,v,o,gate,up,down. With :host behind a name, as in
+    attention:host,gate, that result waits in host memory, and comes back a layer ahead."""
     compile: bool = False
     """Compile the layers with torch.compile."""
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """What computes norms, activations, rotary embedding and the loss: Triton's one-pass kernels, torch's operations, or
+    auto: the first on a GPU, the second elsewhere."""
+    keep_probabilities: bool | None = None
+    """Keep the loss's probabilities for the backward pass instead of computing logits again; None: on a GPU in half
+    precision, up to 2^30 of them."""
+    cuda_graph: bool = False
+    """Record a step as a CUDA graph and play it, for small models on one GPU, whose kernels the host launches more slowly
+    than they run; with adamw or adam."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory; it comes to the GPU a part at a time while it is updated."""
     debug: bool = False
     """On a loss or gradient that is not finite, find the operation where it arose (slow)."""
 
@@ -447,6 +490,7 @@ def check_config(config: TrainConfig) -> None:
 _POSITIVE = {
     "steps",
     "nproc",
+    "virtual",
     "tokenizer_vocab",
     "optim.lr",
     "optim.eps",
@@ -461,6 +505,7 @@ _POSITIVE = {
     "precision.loss_scale_window",
     "precision.loss_scale_hysteresis",
     "precision.loss_scale_minimum",
+    "precision.fp8_history",
 }
 _FRACTIONS = {"dropout", "loss.label_smoothing", "optim.beta1", "optim.beta2", "optim.momentum", "optim.ema"}
 _ZERO_IS_NONE = {"window", "attention_softcap", "logit_softcap"}  # of the overrides: 0 takes the preset's away

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +39,9 @@ class Ctx:
 
     def replace(self, **changes: Any) -> Ctx:
         """A copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        other = object.__new__(Ctx)  # without what makes a new one: this happens for every block
+        other.__dict__.update(self.__dict__, **changes)
+        return other
 
     def with_tape(self, tape: Any) -> Ctx:
         """A copy whose `sh` carries the tape of one run of a block; None takes it away."""

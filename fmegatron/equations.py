@@ -40,6 +40,24 @@ def parse_equation(text: str, operands: int) -> Equation:
     return _once(_equation, text, operands)
 
 
+class DotForm(NamedTuple):
+    """A product of two operands: how many dims each has, and how torch.einsum spells it."""
+
+    dims: tuple[int, int]
+    einsum: str
+
+
+def dot_form(text: str) -> DotForm:
+    """The form of "a b, b c -> a c". Raises ShardingError as `parse_equation` and `einsum_of` do."""
+    return _once(_dot_form, text)
+
+
+def reduced_dims(text: str) -> tuple[int, tuple[int, ...]]:
+    """Of a reduction "a b c -> b": (how many dims its operand has, which of them the result lacks). Raises ShardingError
+    where the result has others, or another order."""
+    return _once(_reduced, text)
+
+
 def einsum_of(equation: Equation) -> str:
     """The same product as torch.einsum spells it, one letter a dim. Raises ShardingError for a dim that no operand
     has."""
@@ -82,6 +100,20 @@ def _equation(text: str, operands: int) -> Equation:
             f"{text!r}: a `|` names what a value enters, so it belongs behind the arrow, not to {str(entered[0])!r}"
         )
     return Equation(inputs, parse_side(right), text)
+
+
+def _reduced(text: str) -> tuple[int, tuple[int, ...]]:
+    parsed = _equation(text, 1)
+    left, right = [base(n) for n in parsed.inputs[0].dims], [base(n) for n in parsed.output.dims]
+    if [n for n in left if n in right] != right:
+        raise ShardingError(f"{text!r}: the output must name dims of the input, in their order")
+    return len(left), tuple(d for d, n in enumerate(left) if n not in right)
+
+
+def _dot_form(text: str) -> DotForm:
+    parsed = _equation(text, 2)
+    x, w = parsed.inputs
+    return DotForm((len(x.dims), len(w.dims)), _einsum(parsed))
 
 
 def _einsum(equation: Equation) -> str:

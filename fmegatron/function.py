@@ -21,11 +21,13 @@ def apply_function(cls: type[Function], *args: Any) -> Any:
     Every argument of `forward` must be given, by position. Under torch.func it is `cls.apply` itself, and in compiled
     code too where something needs a gradient.
     """
-    if torch.compiler.is_compiling() and not under_torch_func() and not _gradient_needed(args):
+    if torch.compiler.is_compiling():
+        if under_torch_func() or _gradient_needed(args):
+            return cls.apply(*args)
         # What `apply` comes to. Dynamo, before torch 2.15, takes a forward of variable length (*args) for one of the
         # old style here, and passes it a context as well.
         return cls.forward(*args)
-    if torch.compiler.is_compiling() or under_torch_func() or torch._C._len_torch_function_stack():
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_function_stack():
         return cls.apply(*args)  # (a torch-function mode, such as the checking mode, watches `apply`)
     # A tensor that outlived its torch.func transform is still wrapped; `apply` unwraps it as well.
     return super(Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]

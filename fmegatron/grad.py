@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.function import under_torch_func
-from fmegatron.tree import detached, is_float, leaves, like, paths, tensors, tree_map
+from fmegatron.tree import detached, flatten, is_float, is_tensor, leaves, like, paths, tensors, unflatten
 
 # A tree of bools like the parameters, a predicate on a leaf's dotted name, or None: every floating leaf.
 Trainable = Any
@@ -92,7 +92,9 @@ def trainable_leaves(params: Any, trainable: Trainable) -> list[bool]:
 
 def higher_order(tree: Any) -> bool:
     """Must gradients be differentiable again? (Inside torch.func, or a tensor of the tree needs a gradient already.)"""
-    return under_torch_func() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors(tree)[0]))
+    if under_torch_func() or not torch.is_grad_enabled():
+        return under_torch_func()
+    return any(is_tensor(t) and t.requires_grad for t in leaves(tree))
 
 
 def cut(some: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -131,7 +133,10 @@ def scalar(value: Any) -> torch.Tensor:
 
 def to_local(tree: Any) -> Any:
     """The tree with every DTensor replaced by this rank's local tensor."""
-    return tree_map(lambda t: t.to_local() if isinstance(t, DTensor) else t, tree)
+    flat, shape = flatten(tree)
+    if not any(isinstance(t, DTensor) for t in flat):
+        return tree
+    return unflatten(shape, [t.to_local() if isinstance(t, DTensor) else t for t in flat])
 
 
 def as_at_rest(flat: list[Any], params: Any) -> Any:
@@ -142,4 +147,5 @@ def as_at_rest(flat: list[Any], params: Any) -> Any:
             return g
         return DTensor.from_local(g, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
-    return like(params, [place(g, p) for g, p in zip(flat, leaves(params), strict=True)])
+    old, shape = flatten(params)
+    return unflatten(shape, [place(g, p) for g, p in zip(flat, old, strict=True)])

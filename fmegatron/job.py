@@ -6,6 +6,7 @@ state, batches.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +18,15 @@ from fmegatron import random
 from fmegatron.axes import parse_axes
 from fmegatron.config import TrainConfig
 from fmegatron.data import TokenDataset, eval_batches
+from fmegatron.errors import UserError
+from fmegatron.feeding import to_device
+from fmegatron.fp8 import scaling as fp8
+from fmegatron.graphs import cuda_graph
 from fmegatron.job_model import (
+    check_fp8,
     export_problem,
     ignored_fields,
+    make_fp8,
     model_config,
     remat_policy,
 )
@@ -28,18 +35,26 @@ from fmegatron.loss_scale import LossScale, LossScaling
 from fmegatron.mesh import Mesh, make_mesh
 from fmegatron.models import Decoder, DecoderConfig, load_hf
 from fmegatron.models.fused import FUSED
+from fmegatron.offload import on_host
 from fmegatron.optim import Optimizer
 from fmegatron.padding import held_positions, overwritten
 from fmegatron.parallel.context import factoring
 from fmegatron.parallel.legality import FLAGS, check_layout, flags
+from fmegatron.parallel.pipeline import Pipeline, inside_stage, pipeline
+from fmegatron.parallel.schedules import make_schedule
+from fmegatron.parallel.stages import parse_layout
 from fmegatron.precision import Precision, dtype_of
 from fmegatron.primitives.rotary import DynamicNTKScaling, LongRoPEScaling
+from fmegatron.remat import offload
 from fmegatron.rules import standard_rules
 from fmegatron.sharding import Sharding
 from fmegatron.spec import abstract, init
 from fmegatron.spec import describe as describe_spec
 from fmegatron.step import TrainState, train_step
 from fmegatron.zero import with_sharded_state
+
+PIPELINE = "pp"  # the mesh axis on which layers lie
+HOST = ":host"  # behind a name of --remat: what is kept goes to host memory
 
 
 @dataclass(frozen=True)
@@ -54,7 +69,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Run:
-    """The functions of a run."""
+    """The functions of a run.
+
+    spec: of what this rank holds. pipe: of a mesh with the axis pp.
+    late: is it left to who reads a step's metrics to find that they are not finite? So the host need not wait for a GPU
+    in every step.
+    """
 
     setup: Setup
     model: Decoder
@@ -62,6 +82,8 @@ class Run:
     optimizer: Optimizer
     scaling: LossScaling | None
     step: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+    late: bool = False
+    pipe: Pipeline | None = None
 
     @property
     def sh(self) -> Sharding:
@@ -129,7 +151,38 @@ def make_setup(
     rules = standard_rules(mesh, uneven={"vocab": sizes.vocab, "mlp": sizes.mlp}, **layout)  # type: ignore[arg-type]
     sh = Sharding(mesh, rules, precision=precision)
     sh.check_spec(Decoder(sizes).spec())
+    check_fp8(config, sizes, sh)
+    sh = inside_stage(sh, Decoder(sizes).spec()) if PIPELINE in mesh.sizes else sh
     return Setup(sh, mesh, device, precision)
+
+
+def make_pipeline(config: TrainConfig, model: Decoder, setup: Setup) -> Pipeline | None:
+    """The pipeline of a run whose mesh has the axis pp. Raises UserError for a schedule or stages that do not fit."""
+    ranks = setup.mesh.sizes.get(PIPELINE, 1)
+    if PIPELINE not in setup.mesh.sizes:
+        default = TrainConfig()
+        for name in ("schedule", "virtual", "stages"):
+            if getattr(config, name) != getattr(default, name):
+                raise UserError(
+                    f"--{name} {getattr(config, name)} is for a mesh with pp: add it to --mesh, or leave it out"
+                )
+        return None
+    for flag, given in (("--cuda-graph", config.cuda_graph), ("--debug", config.debug)):
+        if given:
+            raise UserError(f"{flag} does not work in a pipeline: leave it out, or pp out of --mesh {config.mesh}")
+    try:
+        schedule = make_schedule(config.schedule, ranks, config.batch.microbatches, virtual=config.virtual)
+    except UserError as error:
+        raise UserError(f"--schedule {config.schedule}: {error}") from None
+    stages = None
+    if config.stages is not None:
+        stages = parse_layout(config.stages, layers=model.config.layers)
+        if len(stages) != schedule.stages:
+            raise UserError(
+                f"--stages {config.stages} has {len(stages)} stages, but --schedule {config.schedule} on pp={ranks} has "
+                f"{schedule.stages}"
+            )
+    return pipeline(model, schedule, mesh=setup.mesh, axis=PIPELINE, assignment=stages)
 
 
 def make_precision(config: TrainConfig, device: torch.device) -> Precision:
@@ -141,23 +194,30 @@ def make_precision(config: TrainConfig, device: torch.device) -> Precision:
     narrow = params.itemsize < torch.float32.itemsize
     master = p.master or ("float32" if narrow and not p.stochastic_rounding else None)
     compute_, reduce, master_ = (None if d is None else dtype_of(d) for d in (compute, p.reduce, master))
-    return Precision(params, compute_, reduce, master_)
+    return Precision(params, compute_, reduce, master_, make_fp8(config))
 
 
 def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:
     """Model, optimizer and step."""
+    if config.kernels == "triton" and setup.device.type != "cuda":
+        raise UserError(f"--kernels triton needs a GPU, and this run is on {setup.device.type}: leave it out")
     model = Decoder(
         sizes,
-        save=remat_policy(config, sizes),
+        save=kept_policy(config, sizes),
         compile=config.compile,
         label_smoothing=config.loss.label_smoothing,
         z_loss=config.loss.z_loss,
         overlap=config.overlap,
+        kernel=config.kernels,
+        keep_probabilities=config.keep_probabilities,
     )
-    spec = model.spec()
+    pipe = make_pipeline(config, model, setup)
+    held = pipe.held if pipe is not None else lambda tree: tree
+    spec = held(model.spec())
     setup.sh.check_spec(spec)
-    optimizer = with_sharded_state(make_optimizer(config, spec, setup.precision), spec, setup.sh)
+    optimizer = with_sharded_state(make_optimizer(config, model.spec(), setup.precision, held), spec, setup.sh)
     scaling = make_loss_scaling(config, setup.precision)
+    late = setup.device.type == "cuda" and scaling is None and not config.debug
     step = train_step(
         model.loss,
         optimizer,
@@ -166,9 +226,28 @@ def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:
         spec=spec,
         microbatches=config.batch.microbatches,
         donate=True,
+        check_finite=not late,
         loss_scale=scaling,
+        gradients=pipe,
     )
-    return Run(setup, model, spec, optimizer, scaling, step)
+    step = cuda_graph(step) if config.cuda_graph else step
+    return Run(setup, model, spec, optimizer, scaling, step, late, pipe)
+
+
+def kept_policy(config: TrainConfig, sizes: DecoderConfig) -> Callable[[str], bool]:
+    """What a layer keeps for its backward, and what of that in host memory: names with HOST behind them. Raises UserError
+    for a name that the model's layers do not have."""
+    given = [name.strip() for name in config.remat.split(",")]
+    host = [name.removesuffix(HOST) for name in given if name.endswith(HOST)]
+    every = [name.removesuffix(HOST) for name in given]
+    policy = remat_policy(dataclasses.replace(config, remat=",".join(every)), sizes)
+    if not host:
+        return policy
+    if len(given) == 1 and host[0] in ("everything", "nothing"):
+        raise UserError(
+            f"--remat {config.remat}: {HOST} goes behind the name of a computation, such as attention{HOST},gate,up"
+        )
+    return offload(*host, keep=[name for name in every if name not in host])
 
 
 def check(config: TrainConfig, world: int, sizes: DecoderConfig) -> None:
@@ -185,7 +264,13 @@ def initial_state(config: TrainConfig, run: Run) -> TrainState:
     else:
         params = load_pretrained(config, run)
     scale = None if run.scaling is None else run.scaling.init()
-    return TrainState(0, params, run.optimizer.init(params), random.fold_in(root, "train"), loss_scale=scale)
+    extras = first_extras(run)
+    return TrainState(0, params, run.optimizer.init(params), random.fold_in(root, "train"), extras, scale)
+
+
+def first_extras(run: Run) -> Any:
+    """What the first state of a run holds besides parameters and optimizer: the history of delayed fp8 scaling."""
+    return fp8.init(run.setup.precision.fp8, run.spec, device=run.setup.device)
 
 
 def load_pretrained(config: TrainConfig, run: Run) -> Any:
@@ -200,18 +285,21 @@ def load_pretrained(config: TrainConfig, run: Run) -> Any:
         ignore_fields=ignored_fields(config),
         **{name: getattr(run.model.config, name) for name in FUSED},
     )  # without the other overrides, none of which changes a parameter
-    return params
+    return params if run.pipe is None else run.pipe.held(params)
 
 
-def abstract_state(config: TrainConfig, run: Run, *, scaled: bool | None = None) -> TrainState:
-    """The shapes, dtypes and placements of a state, for `checkpoint.load`; it holds no memory.
+def abstract_state(config: TrainConfig, run: Run, *, scaled: bool | None = None, extras: Any = None) -> TrainState:
+    """The shapes, dtypes and placements of a state, for `checkpoint.load`; it holds no memory, but that of a state that is
+    to come into host memory.
 
-    scaled: has the checkpoint a loss scale? None: where the run has one.
+    scaled: has the checkpoint a loss scale? None: where the run has one. extras: the same of its extras.
     """
     params = abstract(run.spec, sh=run.sh)
     scaled = run.scaling is not None if scaled is None else scaled
     scale = LossScale(0.0, 0, 0, 0) if scaled else None
-    return TrainState(0, params, run.optimizer.init(params), random.key(0), loss_scale=scale)
+    return TrainState(0, params, run.optimizer.init(params), random.key(0), extras, scale)
+    opt = run.optimizer.init(params)
+    return TrainState(0, params, on_host(opt) if config.offload_optimizer else opt, random.key(0), loss_scale=scale)
 
 
 class Batches:
@@ -236,7 +324,7 @@ class Batches:
 
     def _placed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         batch = overwritten(batch, self.no_rows, self.no_columns)
-        return {name: x.to(self.device, non_blocking=True) for name, x in batch.items()}
+        return to_device(batch, self.device)
 
 
 def describe(config: TrainConfig) -> int:

@@ -7,14 +7,18 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from fmegatron.config import ModelOverrides, TrainConfig, nearest_name
 from fmegatron.errors import UserError
+from fmegatron.fp8 import Fp8, te
 from fmegatron.models import PRESETS, Decoder, DecoderConfig
 from fmegatron.models.decoder import GATED
 from fmegatron.models.fused import FUSED
 from fmegatron.models.hf import FAMILIES, fields_of, model_of
 from fmegatron.models.hf_fields import shortest
 from fmegatron.remat import names, nothing
+from fmegatron.sharding import Sharding
 from fmegatron.spec import params_of
 from fmegatron.split import everything
 
@@ -110,6 +114,72 @@ def remat_policy(config: TrainConfig, sizes: DecoderConfig) -> Callable[[str], b
                 f"or some of {','.join(known)}"
             )
     return names(*wanted)
+
+
+def make_fp8(config: TrainConfig) -> Fp8 | None:
+    """How products run in fp8. Raises UserError for settings of fp8 that do not fit each other, or stand without --fp8."""
+    p = config.precision
+    settings = {f.name: getattr(p, f.name) for f in dataclasses.fields(p) if f.name.startswith("fp8_")}
+    if config.fp8 is None:
+        for f in dataclasses.fields(p):
+            if f.name.startswith("fp8_") and settings[f.name] != f.default:
+                raise UserError(
+                    f"--precision.{_flag(f.name)} is for --fp8, which is not given: add --fp8 tensorwise, or leave it out"
+                )
+        return None
+    if p.fp8_backend in ("native", "te") and (config.device == "cpu" or not torch.cuda.is_available()):
+        raise UserError(f"--precision.fp8-backend {p.fp8_backend} needs a GPU: use auto or emulated")
+    given = {name.removeprefix("fp8_"): value for name, value in settings.items()}
+    keep = (*Fp8.keep, *(name for item in given.pop("keep") for name in item.replace(",", " ").split()))
+    try:
+        if p.fp8_backend == "te":
+            te.check()
+        return Fp8(config.fp8, keep=keep, **given)
+    except UserError as error:
+        raise UserError(f"--fp8 {config.fp8} with --precision.fp8-*: {error}") from None
+
+
+def check_fp8(config: TrainConfig, sizes: DecoderConfig, sh: Sharding) -> None:
+    """Raises UserError where a rank's matrices have no sizes that fp8 takes, and for what fp8 is not combined with."""
+    fp8 = sh.precision.fp8
+    if fp8 is None:
+        return
+    if config.overlap:
+        raise UserError(
+            f"--overlap {config.overlap} with --fp8 {config.fp8}: products in fp8 are not cut: leave --overlap out"
+        )
+    if fp8.keep_first + fp8.keep_last >= sizes.layers:
+        raise UserError(
+            f"--precision.fp8-keep-first {fp8.keep_first} and --precision.fp8-keep-last {fp8.keep_last} keep all "
+            f"{sizes.layers} layers out of fp8: lower them, or leave --fp8 out"
+        )
+    if fp8.backend == "te" and config.compile:
+        raise UserError("--precision.fp8-backend te cannot be compiled: leave --compile out, or use native")
+    if config.fp8 == "delayed" and sh.mesh is not None and "pp" in sh.mesh.sizes:
+        raise UserError(
+            f"--fp8 delayed with --mesh {config.mesh}: no stage of a pipeline has the history of all layers: use another "
+            "recipe, such as tensorwise"
+        )
+    if fp8.unaligned == "keep":
+        return
+    kv, group = sh.local_size("kv", sizes.kv_heads), sh.local_size("group", sizes.group)
+    mlp, one = sh.local_size("mlp", sizes.mlp), kv * sizes.head
+    widths = {"q": group * one, "k": one, "v": one, "o": group * one, "qkv": (group + 2) * one}
+    widths |= {"gate": mlp, "up": mlp, "down": mlp, "gate_up": 2 * mlp}
+    ranks = {n: 1 if sh.mesh is None else sh.mesh.size(sh.axes(n)) for n in ("batch", "seq")}
+    rows = -(-config.batch.size // ranks["batch"])
+    length = -(-config.batch.seq_len // ranks["seq"])
+    tokens = {math.ceil(rows / config.batch.microbatches) * length, rows // config.batch.microbatches * length}
+    names = [n for n in computations(sizes) if n != "attention" and not fp8.keeps(n)]
+    found = {f"{n} is {widths[n]} wide": widths[n] for n in names}
+    found |= {f"the model is {sizes.embed} wide (embed)": sizes.embed}
+    found |= {f"a microbatch has {n} tokens": n for n in tokens if n}
+    for words, size in found.items():
+        if size % fp8.multiple:
+            raise UserError(
+                f"--fp8 {config.fp8} needs sizes that are multiples of {fp8.multiple}, but on a rank {words}: change it, or give "
+                "--precision.fp8-unaligned keep, by which such products stay in the compute format"
+            )
 
 
 def export_problem(sizes: DecoderConfig) -> str | None:

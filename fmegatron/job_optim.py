@@ -10,6 +10,7 @@ from fmegatron import optim, random, schedules
 from fmegatron.config import OptimConfig, TrainConfig
 from fmegatron.errors import UserError
 from fmegatron.loss_scale import LossScaling, dynamic_loss_scale, static_loss_scale
+from fmegatron.offload import offloaded
 from fmegatron.optim import Optimizer
 from fmegatron.precision import Precision, dtype_name, dtype_of
 
@@ -18,12 +19,15 @@ DIMS = "dims:"  # begins a pattern over dims, not paths
 ADAMS: dict[str, Callable[..., Optimizer]] = {"adamw": optim.adamw, "adam": optim.adam}
 
 
-def make_optimizer(config: TrainConfig, spec: Any, precision: Precision) -> Optimizer:
-    """Clipping, the update with its schedule, and what else the settings ask for: an average of the weights, master
-    copies, stochastic rounding. Raises UserError for a leaf pattern that is wrong or matches nothing."""
+def make_optimizer(
+    config: TrainConfig, spec: Any, precision: Precision, held: Callable[[Any], Any] = lambda tree: tree
+) -> Optimizer:
+    """The optimizer of what `held` takes of a tree like the whole model's spec: all, or a pipeline stage's part. Clipping, the update with its schedule, and what else the settings ask for: an average of the weights, master
+    copies, stochastic rounding, a state in host memory. Raises UserError for a leaf pattern that is wrong or matches nothing."""
     o = config.optim
-    pieces = [optim.clip_by_global_norm(o.clip)] if o.clip else []
-    pieces.append(_update(config, spec))
+    # adam and adamw clip as they read the gradients
+    pieces = [optim.clip_by_global_norm(o.clip)] if o.clip and o.name not in ADAMS else []
+    pieces.append(_update(config, spec, held))
     if o.ema is not None:
         pieces.append(optim.ema(o.ema))
     optimizer = optim.chain(*pieces)
@@ -31,6 +35,8 @@ def make_optimizer(config: TrainConfig, spec: Any, precision: Precision) -> Opti
         optimizer = optim.with_stochastic_rounding(optimizer, random.fold_in(random.key(config.seed), "rounding"))
     if precision.master is not None and precision.master != precision.params:
         optimizer = optim.with_master(optimizer, precision.master)
+    if config.offload_optimizer:
+        optimizer = offloaded(optimizer)
     return dataclasses.replace(optimizer, rate=make_schedule(config, o.lr))
 
 
@@ -95,17 +101,18 @@ def optimizer_form(config: TrainConfig, precision: Precision) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- parts
 
 
-def _update(config: TrainConfig, spec: Any) -> Optimizer:
-    """The piece that changes the parameters."""
+def _update(config: TrainConfig, whole: Any, held: Callable[[Any], Any]) -> Optimizer:
+    """The piece that changes the parameters. Patterns are of the whole model's leaves."""
     o = config.optim
     rate = make_schedule(config, o.lr)
-    scale = None if o.lr_scale is None else _by_leaf("lr-scale", o.lr_scale, spec, 1.0)
-    common: dict[str, Any] = {"weight_decay": _decays(o, spec), "lr_scale": scale}
+    scale = None if o.lr_scale is None else held(_by_leaf("lr-scale", o.lr_scale, whole, 1.0))
+    common: dict[str, Any] = {"weight_decay": held(_decays(o, whole)), "lr_scale": scale}
+    spec = held(whole)
     if config.precision.moments is not None:
         common["moments"] = dtype_of(config.precision.moments)
     adam: dict[str, Any] = {"betas": (o.beta1, o.beta2), "eps": o.eps}
     if o.name in ADAMS:
-        return ADAMS[o.name](rate, **adam, **common)
+        return ADAMS[o.name](rate, clip=o.clip or None, **adam, **common)
     if o.name == "lion":
         return optim.lion(rate, betas=(o.beta1, o.beta2), **common)
     if o.name == "sgd":

@@ -13,9 +13,10 @@ from fmegatron.collectives import DUAL, Held, Orders, Step, Uneven
 from fmegatron.equations import Equation, Side
 from fmegatron.errors import ShardingError
 from fmegatron.mesh import Mesh
-from fmegatron.placements import Type
 from fmegatron.rules import Rules, base
 
+# The type of a value on one atomic axis: an int d (Shard of dim d), "P", "R", "I", or "?" (whatever it was: kept).
+Type = int | str
 Layout = dict[str, Type]
 HeldBy = list[tuple[str, ...]]  # per dim, the axes that hold it, the major one first
 Zigzags = list[tuple[str, ...]]  # per dim, the axes in whose zigzag order it lies while one of them holds it

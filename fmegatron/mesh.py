@@ -126,12 +126,12 @@ class Mesh:
         """This rank's number along an atomic axis: an int, or in simulation a tensor of shape [1]."""
         if self.sizes[axis] == 1 or self._ranks is None:
             return 0
-        if not self.simulated:
-            place = (self._ranks == dist.get_rank()).nonzero()[0].tolist()
-            return place[list(self.sizes).index(axis)]
         key = ("coordinate", axis)
-        if key not in self._cache:
+        if key not in self._cache and self.simulated:
             self._cache[key] = _simulated_coordinate(self, axis)
+        elif key not in self._cache:
+            place = (self._ranks == dist.get_rank()).nonzero()[0].tolist()
+            self._cache.update({("coordinate", a): n for a, n in zip(self.sizes, place, strict=True)})
         return self._cache[key]
 
     def position(self, axes: Iterable[str]) -> Any:
@@ -140,6 +140,31 @@ class Mesh:
         for axis in self.live(axes):
             number = number * self.sizes[axis] + self.coordinate(axis)
         return number
+
+    def without(self, axis: str) -> Mesh:
+        """The mesh of the other axes, at this rank's place on `axis`: that of one pipeline stage, for axis "pp".
+
+        Its ranks are those that share this rank's place. Raises ShardingError for an unknown axis or one that is cut
+        into several.
+        """
+        cut = self.expand(axis)
+        if len(cut) != 1:
+            raise ShardingError(f"mesh axis {axis!r} is {cut}: only an axis that is not cut can be left out")
+        axis = cut[0]
+        if (found := self._cache.get(("without", axis))) is not None:
+            return found
+        sizes = {a: n for a, n in self.sizes.items() if a != axis}
+        names = {n: t for n, t in self.names.items() if axis not in t}
+        order = tuple(a for a in self.order if a != axis)
+        device_mesh = ranks = None
+        if self.device_mesh is not None and self._ranks is not None and math.prod(sizes.values()) > 1:
+            if self.simulated:
+                raise UserError(f"a simulated mesh cannot be left without {axis!r}: pipelines need real processes")
+            device_mesh = self.device_mesh[order if len(order) > 1 else order[0]]
+            ranks = self._ranks.select(list(self.sizes).index(axis), self.coordinate(axis))
+        found = Mesh(sizes, names, order, self.device_type, self.simulated, device_mesh, ranks)
+        self._cache["without", axis] = found
+        return found
 
     def __repr__(self) -> str:
         sizes = ",".join(f"{a}={n}" for a, n in self.sizes.items())

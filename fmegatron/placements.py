@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fmegatron.errors import ShardingError
+from fmegatron.layout import Type
 
 __all__ = ["Invariant", "Partial", "Placement", "Replicate", "Shard", "placement_of", "type_of"]
 
@@ -25,10 +26,6 @@ class Invariant(Replicate):
 
     def __str__(self) -> str:
         return "I"
-
-
-# The type of a value on one atomic axis: an int d (Shard of dim d), "P", "R", "I", or "?" (whatever it was: kept).
-Type = int | str
 
 
 def type_of(placement: Any) -> Type:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fmegatron.errors import UserError
+from fmegatron.fp8 import Fp8
 
 _NAMES = {
     "float64": torch.float64,
@@ -44,6 +45,7 @@ class Precision:
         wider.
     master: the copy that the optimizer updates; None means `params`. A wider copy lives in the optimizer's state
         (`optim.with_master`).
+    fp8: how products with weights run in fp8; None: in `compute`.
 
     Whatever compute is, norms' statistics, softmax and the cross-entropy are in fp32, and so is the loss. With fp16,
     most gradients of activations are too small for the format: give `train_step` a loss scale.
@@ -53,6 +55,7 @@ class Precision:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     master: torch.dtype | None = None
+    fp8: Fp8 | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -35,6 +35,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fmegatron.capturing import folded
 from fmegatron.errors import UserError
 from fmegatron.tree import NAMESPACE
 
@@ -95,6 +96,8 @@ def fold_in(key: Key, data: int | str | Tensor) -> Key:
     A 0-d integer tensor gives the values that its int would; the result then has tensor words, as it has for a tensor
     key. Raises `UserError` for a wider int or another kind of data.
     """
+    if (known := folded(key, data, fold_in)) is not None:
+        return known
     if isinstance(data, str):
         return _derive(key, *_halves(_text_number(data)), FOLD_TEXT)
     if isinstance(data, Tensor):
@@ -121,7 +124,10 @@ def to_tensor(key: Key, device: torch.device | str | None = None) -> Key:
     """The same key with tensor words on a device, as compiled code takes it."""
     if isinstance(key.words, Tensor):
         return Key(key.words.to(device)) if device is not None else key
-    return Key(torch.tensor(key.words, dtype=torch.int64, device=device))
+    words = torch.tensor(key.words, dtype=torch.int64)
+    if torch.device(device or "cpu").type == "cuda":  # which then does not wait for the copy
+        words = words.pin_memory()
+    return Key(words.to(device, non_blocking=True) if device is not None else words)
 
 
 # Draws

@@ -1,13 +1,15 @@
 """Rematerialisation: a block whose backward runs it again instead of keeping its activations.
 
 What is kept is named by computation, not by value (as in Megatron's selective recompute): `names("attention")` keeps
-attention's outputs, whose computation is then skipped in the second run. torch's own checkpoint is none of these: it
-fails under torch.func and would keep gathered parameters alive.
+attention's outputs, whose computation is then skipped in the second run; `offload("attention")` keeps them in host
+memory. torch's own checkpoint is none of these: it fails under torch.func and would keep gathered parameters alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function, under_torch_func
-from fmegatron.split import Split, everything, split, uncompiled
-from fmegatron.tree import is_float, is_tensor, leaves, like, tensors
+from fmegatron.split import Again, Split, abstract_calls, everything, split, uncompiled
+from fmegatron.tape import Unchanged
+from fmegatron.tree import is_float, is_tensor, leaves, like, structure, tensors
 
-__all__ = ["everything", "joined", "names", "nothing", "remat"]
+__all__ = ["Offload", "everything", "joined", "names", "nothing", "offload", "remat"]
 
 
 def nothing(name: str) -> bool:
@@ -32,10 +35,32 @@ def names(*some: str) -> Callable[[str], bool]:
     return lambda name: name in some
 
 
+@dataclass(frozen=True)
+class Offload:
+    """A policy; made by `offload`."""
+
+    host: frozenset[str]
+    device: frozenset[str]
+
+    def __call__(self, name: str) -> bool:
+        return name in self.host or name in self.device
+
+
+def offload(*host: str, keep: Iterable[str] = ()) -> Offload:
+    """Policy: keep the outputs of the computations with these names in (pinned) host memory, e.g. offload("attention",
+    "gate", "up"), and those named in `keep` on the device.
+
+    On a GPU they go beside what runs after them, and come back while the block behind this one has its backward: with
+    names whose computation takes longer than their copy, it costs no time. On a CPU they are copied.
+    """
+    return Offload(frozenset(host), frozenset(keep) - frozenset(host))
+
+
 def remat(f: Callable, save: Callable[[str], bool] = nothing) -> Callable:
     """f(params, x, ctx) whose backward runs it again, all but the computations whose name `save` accepts.
 
-    save: `nothing`, `everything` (which makes remat do nothing but its checks), `names(…)` or any predicate on a name.
+    save: `nothing`, `everything` (which makes remat do nothing but its checks), `names(…)`, `offload(…)` or any predicate
+        on a name.
     Under torch.func all is run again, whatever `save`: the values are the same. The second run happens with the same
     ctx; the carry and ctx must not be changed in place. Raises UserError when f reads a tensor that needs a gradient
     without getting it as an argument, and RuntimeError at a second backward through one call.
@@ -59,7 +84,97 @@ def remat(f: Callable, save: Callable[[str], bool] = nothing) -> Callable:
         outs = apply_function(_Node, box, *flat)
         return box.build(outs)
 
+    if isinstance(save, Offload) and save.host:
+        return joined(_through_host(inner, save), plain)
     return joined(split(inner, save), plain)
+
+
+def _through_host(f: Callable, policy: Offload) -> Split:
+    """The split of f whose residuals hold what `policy` names in host memory."""
+    compiled = uncompiled(f) is not f
+    seen = _Seen(policy)
+    s = split(f, policy if compiled else seen)
+    known: dict[Any, list[str]] = {}
+    parked: list[weakref.ref[_Parked]] = []  # in the order of the forward
+
+    def order(p: Any, x: Any, ctx: Any) -> list[str]:
+        """The names of what is kept, in order, of a block that is compiled: by a run without data."""
+        shapes = structure((p, x)), *((t.shape, t.dtype) if is_tensor(t) else t for t in leaves((p, x)))
+        if shapes not in known:
+            found = _Seen(policy)
+            abstract_calls(uncompiled(f), p, x, ctx, found)
+            known[shapes] = found.names
+        return known[shapes]
+
+    def forward(p: Any, x: Any, ctx: Any, joint: bool = False, trainable: Any = None) -> tuple[Any, _Parked]:
+        seen.names = []
+        y, residual = s.forward(p, x, ctx, joint, trainable)
+        box = _Parked(residual, order(p, x, ctx) if compiled else seen.names, policy)
+        parked[:] = [r for r in parked if r() is not None]
+        parked.append(weakref.ref(box))
+        return y, box
+
+    def restored(box: _Parked) -> Again:
+        residual = box.restored()
+        waiting = [r() for r in parked]
+        before = [b for b in waiting[: waiting.index(box)] if b is not None and not b.begun] if box in waiting else []
+        if before:
+            before[-1].begin()  # comes while this block has its backward
+        return residual
+
+    def backward(box: _Parked, gy: Any, params: Any) -> tuple[Any, Any]:
+        return s.backward(restored(box), gy, params)
+
+    def backward_input(box: _Parked, gy: Any, params: Any) -> tuple[Any, Any]:
+        return s.backward_input(restored(box), gy, params)
+
+    return Split(forward, backward, backward_input, s.backward_weight)
+
+
+class _Seen:
+    """A policy that notes what it accepts."""
+
+    def __init__(self, policy: Offload) -> None:
+        self.policy, self.names = policy, list[str]()
+
+    def __call__(self, name: str) -> bool:
+        wanted = self.policy(name)
+        if wanted:
+            self.names.append(name)
+        return wanted
+
+
+class _Parked:
+    """A residual of which some kept outputs are in host memory."""
+
+    def __init__(self, residual: Again, names: list[str], policy: Offload) -> None:
+        from fmegatron.offload import copies_of
+
+        self.residual = residual
+        self.rows = [i for i, name in enumerate(names) if name in policy.host]
+        kept, residual.kept = residual.kept, list(residual.kept)
+        away = {id(t) for i in self.rows for t in kept[i]}
+        # a copy is on its way: what happens to the original from here on changes nothing, and it must not be held
+        residual.unchanged = Unchanged(t for t, _ in residual.unchanged.seen if id(t) not in away)
+        devices = [t.device for i in self.rows for t in kept[i]]
+        self.copies = copies_of(devices[0]) if devices else None
+        for i in self.rows:
+            residual.kept[i] = [self.copies.to_host(t) for t in kept[i]]  # type: ignore[union-attr]
+        self.begun = False
+
+    def begin(self) -> None:
+        """What is in host memory begins to come back."""
+        if not self.begun and self.copies is not None:
+            for i in self.rows:
+                self.residual.kept[i] = [self.copies.to_device(t) for t in self.residual.kept[i]]
+        self.begun = True
+
+    def restored(self) -> Again:
+        """The residual with all of it on the device."""
+        self.begin()
+        if self.copies is not None:
+            self.copies.wait_arrived()
+        return self.residual
 
 
 def joined(s: Split, plain: Callable) -> Callable:

@@ -17,25 +17,28 @@ import difflib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fmegatron import layout as lay
 from fmegatron import tree, uneven
 from fmegatron.collectives import LargestOverRanks, Move, Step, dual, run_step
-from fmegatron.equations import Side, einsum_of, parse_equation, parse_side
+from fmegatron.dtensor import DTensor
+from fmegatron.equations import Side, dot_form, parse_equation, parse_side, reduced_dims
 from fmegatron.errors import ShardingError
+from fmegatron.fp8.use import use_of
 from fmegatron.function import apply_function
 from fmegatron.mesh import Mesh, everywhere
 from fmegatron.overlap import check_overlap, overlapped, plan_of
-from fmegatron.placements import Invariant, Placement, Replicate, Type, placement_of, type_of
 from fmegatron.precision import Precision
 from fmegatron.product import product
 from fmegatron.rules import Rules, base
 from fmegatron.spec import Param, params_of
 from fmegatron.zigzag import zigzag_positions
+
+if TYPE_CHECKING:
+    from fmegatron.placements import Placement
 
 NO_CAST = (None, None, None)
 
@@ -50,6 +53,7 @@ class Sharding:
     tape, check: belong to the transforms (`split`) and to the checking mode (`checking.check`).
     delayed: gradients of parameters stay summands on the axes that hold no part of a parameter at rest, to be reduced
         once behind all microbatches (`accumulate`).
+    fp8: what fp8 products of one step read and note (`fmegatron.fp8.scaling`); `precision.fp8` says how they run.
     """
 
     mesh: Mesh | None = None
@@ -58,6 +62,7 @@ class Sharding:
     tape: Any = None
     check: Any = None
     delayed: bool = False
+    fp8: Any = None
     _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -117,11 +122,9 @@ class Sharding:
         if equation is None:
             steps, source, target = self._by_placements(x.ndim, placements)
             return self._moved(x, steps, source, target, f"sh(…, {placements})")
-        steps, source, target = self._plan(("move", equation), self._plan_move, equation)
-        if x.ndim != self._ndim(equation):
-            raise ShardingError(
-                f"{equation!r} names {self._ndim(equation)} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}"
-            )
+        ndim, (steps, source, target) = self._plan(("move", equation), self._plan_move, equation)
+        if x.ndim != ndim:
+            raise ShardingError(f"{equation!r} names {ndim} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}")
         return self._moved(x, steps, source, target, equation)
 
     def dot(
@@ -137,36 +140,45 @@ class Sharding:
         name: what `remat` policies call this computation. overlap: cut it into as many chunks, so that the gather of x
         or the sum of the result runs beside the product (see fmegatron.overlap): the same elements, to the rounding
         of a product of fewer rows. 0: whole. Where fewer chunks divide batch or sequence, it is as many as do.
+        With `precision.fp8` all products are whole.
         """
         if overlap != 0:
             check_overlap(overlap, equation)
-        parsed = parse_equation(equation, 2)
-        for value, side in zip((x, w), parsed.inputs, strict=True):
-            if value.ndim != len(side.dims):
-                raise ShardingError(
-                    f"{equation!r}: operand {str(side)!r} names {len(side.dims)} dims, the tensor of shape {tuple(value.shape)} has {value.ndim}"
-                )
+        form = dot_form(equation)
+        if (x.ndim, w.ndim) != form.dims:
+            self._refuse_operands(x, w, equation)
         if self.mesh is None:
-            return product(x, w, einsum_of(parsed), tape=self.tape, name=name)
+            fp8 = None if self.precision.fp8 is None else use_of(self, equation, x, w, name)
+            return product(x, w, form.einsum, tape=self.tape, name=name, fp8=fp8)
+        parsed = parse_equation(equation, 2)
         plan = self._plan(("dot", equation, overlap), plan_of, parsed, self.mesh, self.rules, overlap)
         x = self._without_filling(x, parsed.inputs[0].dims, parsed.output.dims)
-        if plan.call is not None and self.check is None:
+        if plan.call is not None and self.check is None and self.precision.fp8 is None:
             return overlapped(x, w, plan.call, tape=self.tape, name=name)
         if plan.enter is not None:
             steps, source, target = plan.enter
             x = self._moved(x, steps, source, target, equation)
         with self._unchecked():
-            y = product(x, w, einsum_of(parsed), tape=self.tape, name=name)
+            fp8 = None if self.precision.fp8 is None else use_of(self, equation, x, w, name)
+            y = product(x, w, form.einsum, tape=self.tape, name=name, fp8=fp8)
             y = self._run(y, plan.steps)
         return self.check.equation((x, w), plan.lays, y, plan.raw, plan.target, equation) if self.check else y
 
+    @staticmethod
+    def _refuse_operands(x: torch.Tensor, w: torch.Tensor, equation: str) -> None:
+        for value, side in zip((x, w), parse_equation(equation, 2).inputs, strict=True):
+            if value.ndim != len(side.dims):
+                raise ShardingError(
+                    f"{equation!r}: operand {str(side)!r} names {len(side.dims)} dims, the tensor of shape {tuple(value.shape)} has {value.ndim}"
+                )
+
     def sum(self, x: torch.Tensor, equation: str) -> torch.Tensor:
         """The sum over the dims that the output lacks, over all ranks that hold them: sh.sum(x, "batch seq ->")."""
+        if self.check is None:
+            return self._run(*self.local_sum(x, equation))
         with self._unchecked():
             y, steps = self.local_sum(x, equation)
             y = self._run(y, steps)
-        if self.check is None:
-            return y
         _, lays, raw, target = self._plan(("sum", equation), self._plan_contraction, equation, 1)
         return self.check.equation((x,), lays, y, raw, target, equation)
 
@@ -225,20 +237,25 @@ class Sharding:
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The atomic mesh axes larger than one on which a dim lies; () without a mesh."""
-        return self.mesh.live(lay.axes_of(dim, self.mesh, self.rules)) if self.mesh is not None else ()
+        return () if self.mesh is None else self._plan(("axes", dim), self._plan_axes, dim)
+
+    def _plan_axes(self, dim: str) -> tuple[str, ...]:
+        assert self.mesh is not None
+        return self.mesh.live(lay.axes_of(dim, self.mesh, self.rules))
 
     def index(self, dim: str, n: int, *, device: torch.device | str | None = None) -> torch.Tensor:
         """The global positions that this rank holds of a dim of global size n: int64, one dim. The only source of
         positions, masks, counters of dropout and token order, whatever the placement. -1 (`uneven.NOTHING`) stands for
         what fills up a part of a dim that does not divide."""
-        axes = lay.axes_of(dim, self.mesh, self.rules) if self.mesh is not None else ()
+        if self.mesh is None:
+            return torch.arange(n, device="cpu" if device is None else device)
+        axes = lay.axes_of(dim, self.mesh, self.rules)
         positions = self._filled_positions(axes, n, dim, device)
         if (ranks := self._zigzag(dim, axes)) > 1:
             self._part(n, axes, dim, ranks)
             positions = zigzag_positions(positions, n, ranks)
         if self.check is None:
             return positions
-        assert self.mesh is not None
         return self.check.set(positions, lay.layout(parse_side(dim), self.mesh, self.rules, rest="I"))
 
     def positions(self, axes: tuple[str, ...], n: int, what: str = "a dim", device: Any = None) -> torch.Tensor:
@@ -409,6 +426,8 @@ class Sharding:
         for name in parse_side(dims).dims:
             if self._zigzag(name, self.axes(name)) > 1:
                 raise ShardingError(f"{dims!r}: a DTensor has no zigzag order; gather {name!r} with sh(x, …) first")
+        from fmegatron.placements import Invariant, Replicate
+
         placements = [Replicate() if isinstance(p, Invariant) else p for p in self.placements(dims)]
         for d, name in enumerate(parse_side(dims).dims):
             if (n := self.uneven_size(name)) is not None:
@@ -469,6 +488,8 @@ class Sharding:
         dim lies."""
         if self.mesh is None:
             return []
+        from fmegatron.placements import placement_of
+
         types = lay.layout(parse_side(dims), self.mesh, self.rules, rest="I")
         return [placement_of(types[a]) for a in self.mesh.order]
 
@@ -477,8 +498,10 @@ class Sharding:
         of="optimizer", of the optimizer's state for it."""
         if self.mesh is None:
             return []
+        from fmegatron.placements import Replicate, placement_of
+
         at_rest = self._stored(param, of)[1]
-        types: dict[str, Type] = {a: d for d, by in enumerate(at_rest) for a in by}
+        types: dict[str, lay.Type] = {a: d for d, by in enumerate(at_rest) for a in by}
         return [placement_of(types[a]) if a in types else Replicate() for a in self.mesh.order]
 
     def stored_shape(self, param: Param, of: str = "params") -> tuple[int, ...]:
@@ -566,7 +589,7 @@ class Sharding:
             raise ShardingError(
                 f"{equation!r} has {len(left)} dims on its left and {len(right)} on its right: sh(x, …) only moves a value"
             )
-        return lay.reshape_plan(parsed, self.mesh, self.rules)  # type: ignore[arg-type]
+        return len(left), lay.reshape_plan(parsed, self.mesh, self.rules)  # type: ignore[arg-type]
 
     def _plan_contraction(self, equation: str, operands: int) -> Any:
         return lay.contraction_plan(parse_equation(equation, operands), self.mesh, self.rules)  # type: ignore[arg-type]
@@ -659,11 +682,13 @@ class Sharding:
             )
         return tuple(a for n in parse_side(param.over).dims for a in lay.axes_of(n, self.mesh, self.rules))
 
-    def _own(self, param: Param) -> dict[str, Type]:
+    def _own(self, param: Param) -> dict[str, lay.Type]:
         """A parameter's own placements by atomic axis."""
         if self.mesh is None or param.placements is None:
             return {}
-        found: dict[str, Type] = {}
+        from fmegatron.placements import type_of
+
+        found: dict[str, lay.Type] = {}
         for name, placement in param.placements.items():
             kind = type_of(placement)
             if kind == "P" or isinstance(kind, int) and kind >= len(param.shape):
@@ -688,6 +713,8 @@ class Sharding:
     def _by_placements(
         self, ndim: int, placements: dict[str, tuple[Any, Any]]
     ) -> tuple[tuple[Step, ...], lay.Layout, lay.Layout]:
+        from fmegatron.placements import type_of
+
         assert self.mesh is not None
         source: lay.Layout = dict.fromkeys(self.mesh.sizes, "?")
         target: lay.Layout = dict.fromkeys(self.mesh.sizes, "?")
@@ -721,26 +748,20 @@ class Sharding:
         *,
         partial: bool = False,
     ) -> torch.Tensor:
+        if self.check is None:
+            return self._run(x, steps)
         with self._unchecked():
             y = self._run(x, steps)
-        return self.check.arrow(x, y, source, target, where, partial=partial) if self.check else y
+        return self.check.arrow(x, y, source, target, where, partial=partial)
 
     def _unchecked(self) -> Any:
         return self.check.paused() if self.check else contextlib.nullcontext()
 
-    def _ndim(self, equation: str) -> int:
-        return len(parse_equation(equation, 1).inputs[0].dims)
-
-    def _reduced_dims(self, x: torch.Tensor, equation: str) -> list[int]:
-        parsed = parse_equation(equation, 1)
-        left, right = [base(n) for n in parsed.inputs[0].dims], [base(n) for n in parsed.output.dims]
-        if len(left) != x.ndim:
-            raise ShardingError(
-                f"{equation!r} names {len(left)} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}"
-            )
-        if [n for n in left if n in right] != right:
-            raise ShardingError(f"{equation!r}: the output must name dims of the input, in their order")
-        return [d for d, n in enumerate(left) if n not in right]
+    def _reduced_dims(self, x: torch.Tensor, equation: str) -> tuple[int, ...]:
+        ndim, gone = reduced_dims(equation)
+        if ndim != x.ndim:
+            raise ShardingError(f"{equation!r} names {ndim} dims, the tensor of shape {tuple(x.shape)} has {x.ndim}")
+        return gone
 
 
 def _map_params(f: Callable[[torch.Tensor, Param], torch.Tensor], params: Any, spec: Any) -> Any:

@@ -26,6 +26,8 @@ _alive: list[Any] = []
 
 def simulating() -> bool:
     """Does this code run inside `simulate`?"""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
     return any(type(mode).__name__ in _MODES for mode in _get_current_dispatch_mode_stack())
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fmegatron import tree
+from fmegatron.dtensor import DTensor
 from fmegatron.equations import parse_side
 from fmegatron.errors import ShardingError, UserError
 from fmegatron.initializers import Normal

@@ -19,9 +19,11 @@ import torch
 from fmegatron.accumulate import Weight, accumulate
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
+from fmegatron.fp8 import scaling as fp8
 from fmegatron.function import under_torch_func
 from fmegatron.loss_scale import LossScale, LossScaling
 from fmegatron.optim import Optimizer, global_norm
+from fmegatron.optim.core import rate_at
 from fmegatron.random import Key, fold_in
 from fmegatron.sharding import Sharding
 from fmegatron.simulation import per_rank, simulating
@@ -108,6 +110,7 @@ def train_step(
     check_finite: bool = True,
     update_extras: Callable[[Any, Any], Any] | None = None,
     loss_scale: LossScaling | None = None,
+    gradients: Callable[..., Any] | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
     """step(state, batch) -> (state, metrics) for `loss(params, batch, ctx) -> (terms, stats)`.
 
@@ -117,7 +120,11 @@ def train_step(
     donate: reuse the old state's buffers, with the memory of an in-place trainer; using that state again is an
         error. By default a step is pure. Both give bitwise the same values.
     check_finite: raise NonFiniteError, before anything is changed, for a loss or gradient that is not finite.
+    update_extras: (extras, stats) -> extras, by the step's reduced statistics, outside optimizer and norm. With delayed fp8
+        scaling (`precision.fp8`) the extras have a part "fp8", made by `fmegatron.fp8.scaling.init`, which it hands on.
     update_extras: (extras, stats) -> extras, by the step's reduced statistics, outside optimizer and norm.
+    gradients: in place of `accumulate(loss, …)`, such as `fmegatron.parallel.pipeline.pipeline`: a function of its type.
+        loss, weights, microbatches and trainable are then unused. Where it has a `norm`, that is the global norm.
     loss_scale: a policy for fp16, such as `dynamic_loss_scale()`; the first state has TrainState(…,
         loss_scale=policy.init()). The loss is multiplied by the scale, the summed gradients divided by it in fp32 or
         wider, before norm, clipping and update.
@@ -144,10 +151,14 @@ def train_step(
             f"train_step needs spec=… on a mesh with zero={sh.rules.zero}, store={sh.rules.store!r}: the spec tree of the "
             "parameters, by which gradients go to the ranks that hold the optimizer's state"
         )
-    gradients = accumulate(loss, microbatches, weights=weights, trainable=trainable, spec=spec)
+    if gradients is None:
+        gradients = accumulate(loss, microbatches, weights=weights, trainable=trainable, spec=spec)
+    norm_of = getattr(gradients, "norm", global_norm)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        ctx = Ctx(sh=sh, key=None if state.key is None else fold_in(state.key, state.step), extras=state.extras)
+        now = fp8.begin(sh, state.extras, spec=spec, params=state.params if microbatches > 1 else None)
+        key = None if state.key is None else fold_in(state.key, state.step)
+        ctx = Ctx(sh=now, key=key, extras=fp8.without(state.extras))
         policy, scaling = loss_scale, state.loss_scale
         if policy is not None and scaling is None:
             raise UserError(
@@ -155,7 +166,8 @@ def train_step(
             )
         scale = scaling.scale if policy and scaling else None
         (total, found), grads = gradients(state.params, batch, ctx, loss_scale=scale)
-        norm = global_norm(grads)
+        fp8.drop_casts(now)
+        norm = norm_of(grads)
         finite, readable = True, not under_torch_func()
         if readable and (check_finite or policy):
             finite = _finite(total, norm)
@@ -163,10 +175,11 @@ def train_step(
             raise NonFiniteError(state.step + 1, _first_not_finite(total, found["terms"], grads), scale)
         old = state._donate() if donate else state
         params, opt, extras = old.params, old.opt, old.extras
-        updates = old.step - (scaling.skipped if scaling else 0)
+        updates = old.step - scaling.skipped if scaling else old.step
         if finite:
             params, _, opt = optimizer.update(params, grads, opt, donate=donate, grad_norm=norm)
             extras = extras if update_extras is None else update_extras(extras, found["stats"])
+            extras = fp8.end(now, extras)
         if policy and scaling and readable:
             scaling = policy.update(scaling, finite)
         new = TrainState(old.step + 1, params, opt, old.key, extras, scaling)
@@ -176,8 +189,8 @@ def train_step(
             **found["terms"],
             "tokens": weight,
             "grad_norm": norm,
-            "param_norm": global_norm(params),
-            "lr": optimizer.rate(updates) if callable(optimizer.rate) else optimizer.rate,
+            "param_norm": norm_of(params),
+            "lr": rate_at(optimizer.rate, updates),
             "stats": found["stats"],
         }
         if policy:
@@ -191,10 +204,10 @@ def _finite(*values: torch.Tensor) -> bool:
     """Are all of these 0-d tensors finite? Of each device one number is read, and waited for."""
     if simulating():
         return all(bool(torch.isfinite(v)) for x in values for v in per_rank(x))
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for x in values:
-        by_device.setdefault(x.device, []).append(torch.isfinite(x))
-    return all(bool(torch.stack(found).all()) for found in by_device.values())
+    by_device: dict[torch.device, Any] = {}
+    for x in values:  # x - x is 0, or NaN where x is infinite or NaN
+        by_device[x.device] = by_device.get(x.device, 0) + (x - x)
+    return all(float(found) == 0 for found in by_device.values())
 
 
 def _first_not_finite(total: torch.Tensor, terms: Mapping[str, Any], grads: Any) -> str:

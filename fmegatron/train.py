@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
+import math
 import os
 import shlex
 import shutil
@@ -21,10 +23,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from fmegatron import checkpoint, job, preflight, tree
 from fmegatron.config import SETTINGS, TrainConfig, load_config, save_config
+from fmegatron.context import Ctx
 from fmegatron.data import (
     TokenDataset,
     Tokenizer,
@@ -38,13 +40,17 @@ from fmegatron.data import (
 from fmegatron.data.prepare import Prepared
 from fmegatron.data.words import by_flags
 from fmegatron.debug import explain_step
+from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
+from fmegatron.feeding import Prefetched, fetched
+from fmegatron.fp8 import scaling as fp8
 from fmegatron.generate import generate_tokens, most_tokens, prompt_ids
 from fmegatron.job_model import export_problem, model_name, resumed_model
-from fmegatron.job_optim import optimizer_form
+from fmegatron.job_optim import ADAMS, optimizer_form
 from fmegatron.launch import close_distributed, init_distributed
 from fmegatron.models import DecoderConfig, config_from_dict, config_to_dict
 from fmegatron.models.hf import GENERATION, TOKENIZER_FILES
+from fmegatron.offload import settle
 from fmegatron.optim import ema_params
 from fmegatron.precision import dtype_name
 from fmegatron.report import Reporter, measure_matmul_flops
@@ -80,6 +86,7 @@ def run(config: TrainConfig, *, start: float | None = None) -> int:
 def run_here(config: TrainConfig, device: torch.device, start: float) -> int:
     """`run` on the ranks of a process group that exists already, or on one process."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    check_graph(config, device, world)
     out = Path(config.out)
     with nothing_left_behind(out, rank):
         begun = newest_checkpoint(config)
@@ -135,6 +142,30 @@ def run_here(config: TrainConfig, device: torch.device, start: float) -> int:
 
 # ------------------------------------------------------------------------------------------------------- before the
 # steps
+
+
+def check_graph(config: TrainConfig, device: torch.device, world: int) -> None:
+    """Raises UserError where --cuda-graph cannot record a step."""
+    if not config.cuda_graph:
+        return
+    half = "float16" in (config.precision.params, config.precision.compute)
+    for wrong, fix in (
+        (device.type != "cuda", f"records the work of a GPU, and this run is on {device.type}: leave it out"),
+        (
+            world > 1,
+            f"records a step on one GPU, and this run has {world} ranks, whose messages it cannot: leave it out",
+        ),
+        (config.debug, "plays steps in which --debug sees nothing: leave one of them out"),
+        (half, "cannot record a loss scale, which the host decides: use bfloat16 in place of float16"),
+        (
+            config.fp8 == "delayed",
+            "does not record the history of --fp8 delayed: use another recipe, such as tensorwise",
+        ),
+        (config.offload_optimizer, "records the memory of the GPU alone: leave it or --offload-optimizer out"),
+        (config.optim.name not in ADAMS, f"records adamw and adam, not --optim.name {config.optim.name}: leave it out"),
+    ):
+        if wrong:
+            raise UserError(f"--cuda-graph {fix}")
 
 
 def newest_checkpoint(config: TrainConfig) -> checkpoint.Info | None:
@@ -211,9 +242,14 @@ def check_same_optimizer(config: TrainConfig, begun: checkpoint.Info, setup: job
 
 
 def saved_state(config: TrainConfig, run: job.Run, begun: checkpoint.Info) -> TrainState:
-    """The state of a checkpoint. A run that turns to float16, or to another fixed loss scale, begins with that one."""
+    """The state of a checkpoint. A run that turns to float16, or to another fixed loss scale, begins with that one; one that
+    turns to delayed fp8 scaling, or to a longer or shorter history, begins with none."""
     scaled = "loss_scale.scale" in begun.values
-    state = checkpoint.load(begun.path, job.abstract_state(config, run, scaled=scaled), device=run.setup.device)
+    extras = fp8.abstract(begun.tensors)
+    state = checkpoint.load(
+        begun.path, job.abstract_state(config, run, scaled=scaled, extras=extras), device=run.setup.device
+    )
+    state = dataclasses.replace(state, extras=fp8.resumed(state.extras, job.first_extras(run)))
     if run.scaling is None:
         return state
     new, old = run.scaling.init(), state.loss_scale
@@ -364,8 +400,13 @@ class Loop:
         self.config, self.run, self.report, self.stop, self.start = config, run, report, stop, start
         self.train_data, self.valid_data, self.data, self.tokenizer = train, valid, data, tokenizer
         self.batches = job.Batches(config, run.setup)
+        self.ahead = Prefetched(lambda n: self.batches.train(train, n), run.setup.device, last=config.steps)
+        self.untold: tuple[int, Callable[[], dict[str, Any]]] | None = None  # the last step, whose row is to come
+        self.told = time.perf_counter()  # when the row before came
         plain = dataclasses.replace(run.model, label_smoothing=0.0, z_loss=0.0)
         self.evaluate = evaluate(plain.loss, weights=plain.weights, sh=run.sh)
+        if run.pipe is not None:
+            self.evaluate = functools.partial(run.pipe.of(plain).evaluate, ctx=Ctx(sh=run.sh))
         self.out = Path(config.out)
         self.saved: Path | None = None
         self.state: TrainState | None = None  # before the step under way
@@ -382,6 +423,9 @@ class Loop:
             if state.step == first + 1:
                 self.report.print(f"first step after {time.monotonic() - self.start:.1f} s")
             last, stopping = state.step == config.steps, self.stop.agreed()
+            due = _due(state.step, config.eval.every) or _due(state.step, config.checkpoint.every)
+            if last or stopping or due:
+                self.tell_all()  # before anything is kept: the step may not have been finite
             if last or stopping:
                 self.save(state)
             if _due(state.step, config.eval.every) and not last:
@@ -391,19 +435,40 @@ class Loop:
         return state
 
     def step(self, state: TrainState) -> TrainState:
-        """One step and its row."""
-        began = time.perf_counter()
-        batch = self.batches.train(self.train_data, state.step)
-        state, metrics = self.run.step(state, batch)
-        if self.run.setup.device.type == "cuda":
-            torch.cuda.synchronize()
-        ms = (time.perf_counter() - began) * 1e3
-        loss, tokens = metrics.pop("loss"), metrics.pop("tokens")
+        """One step and its row; where a step's numbers are read late, the row of the step before, so that the GPU has the
+        next step to run while the host waits for them."""
+        if self.untold is None:
+            self.told = time.perf_counter()
+        state, metrics = self.run.step(state, self.ahead(state.step))
         metrics.pop("stats")
-        self.report.step(state.step, loss=loss, tokens=tokens, ms=ms, **metrics)
+        before, self.untold = self.untold, (state.step, fetched(metrics))
+        self.ahead.begin(state.step)
+        if not self.run.late:
+            self.tell_all()
+        elif before is not None:
+            self.tell(*before)
         return state
 
+    def tell_all(self) -> None:
+        """Reads what is not yet read."""
+        before, self.untold = self.untold, None
+        if before is not None:
+            self.tell(*before)
+
+    def tell(self, step: int, read: Callable[[], dict[str, Any]]) -> None:
+        """The row of a step. ms: the time since the row before, which is that of a step when one follows the other.
+        Raises NonFiniteError where the step itself has left that to us."""
+        metrics = read()
+        now = time.perf_counter()
+        ms, self.told = (now - self.told) * 1e3, now
+        if self.run.late:
+            for name, what in (("loss", "the loss"), ("grad_norm", "the norm of the gradients")):
+                if not math.isfinite(metrics[name]):
+                    raise NonFiniteError(step, what)
+        self.report.step(step, loss=metrics.pop("loss"), tokens=metrics.pop("tokens"), ms=ms, **metrics)
+
     def save(self, state: TrainState) -> None:
+        settle()
         meta = {
             "model": config_to_dict(self.run.model.config),
             "tokenizer": os.path.relpath(self.data.tokenizer_path, self.out),
@@ -444,7 +509,7 @@ class Loop:
         epochs = config.steps * config.batch.size / len(self.train_data)
         read = f"{config.steps} steps read the training text {epochs:.2f} times"
         say(f"  vocabulary          {data.vocab_size:,} tokens; {read}")
-        say(f"model                 {model_name(config)}, {count(self.run.spec):,} parameters")
+        say(f"model                 {model_name(config)}, {count(self.run.model.spec()):,} parameters")
         if problem := export_problem(self.run.model.config):
             say(f"  no export           to Hugging Face: {problem}")
         held = [f"{local_bytes(part) / 2**20:.1f} MiB" for part in (state.params, state.opt)]
@@ -472,7 +537,7 @@ class Loop:
         entropy = unigram_entropy(self.valid_data.tokens, self.run.model.config.vocab)
         per_byte = bits_per_byte(loss, tokens, data.valid.bytes) if data.valid.bytes else None
         report.evaluation(state.step, val_loss=loss, bits_per_byte=per_byte, **average)
-        curve = report.curve(title=f"{model_name(config)}, {count(self.run.spec):,} parameters")
+        curve = report.curve(title=f"{model_name(config)}, {count(self.run.model.spec()):,} parameters")
         better = 100 * (1 - loss / entropy) if entropy else 0.0
         compared = f"{abs(better):.1f} % {'below' if better >= 0 else 'above'} it"
         report.print("")
@@ -509,6 +574,9 @@ class Loop:
         if setup.mesh.world > 1 and size > SAMPLE_BYTES:
             report.print(f"sample                none: {size / 2**30:.1f} GiB of parameters are divided over the ranks")
             return
+        if self.run.pipe is not None:
+            report.print("sample                none: the layers are divided over the ranks of a pipeline")
+            return
         params = on_one_rank(state.params)
         if params is None:
             return
@@ -529,8 +597,9 @@ class Loop:
         found = checkpoint.latest(self.out)
         newest = f"the newest checkpoint is {found}" if found else "there is no checkpoint yet"
         scale = "" if error.loss_scale is None else f", and the loss scale, {error.loss_scale:g}, cannot fall further"
+        changed = "It was read after the update" if self.run.late else "Nothing was changed by this step"
         self.report.print(
-            f"stopped at step {error.step}: {error.leaf} is not finite{scale}. Nothing was changed by this step, and {newest}. "
+            f"stopped at step {error.step}: {error.leaf} is not finite{scale}. {changed}, and {newest}. "
             "Lower --optim.lr" + ("" if self.config.debug else ", or find where it arose with --debug")
         )
         if self.config.debug:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fmegatron import buckets, tree
 from fmegatron.collectives import COST, Move
+from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function, under_torch_func
 from fmegatron.optim import leaves
@@ -182,8 +182,10 @@ class Ahead:
 
     def begin(self) -> None:
         """Begins to gather, unless that has begun or costs nothing."""
+        if self.rows or self.sh.mesh is None:
+            return
         params = tree.leaves(self.spec)
-        if self.rows or not self._costs(params):
+        if not self._costs(params):
             return
         flat = [leaves.local_of(t) for t in tree.leaves(self.params)]
         self.rows = params

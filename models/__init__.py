@@ -1,11 +1,15 @@
 """Model families as pure functions, and folders of Hugging Face transformers."""
 
+from typing import TYPE_CHECKING, Any
+
 from fmegatron.models.config import DecoderConfig, config_from_dict, config_to_dict
 from fmegatron.models.decoder import Decoder
 from fmegatron.models.fused import fuse, unfuse
-from fmegatron.models.hf import load_hf, save_hf
 from fmegatron.models.hf_names import HFTensor
 from fmegatron.models.presets import PRESETS
+
+if TYPE_CHECKING:
+    from fmegatron.models.hf import load_hf, save_hf
 
 __all__ = [
     "PRESETS",
@@ -19,3 +23,12 @@ __all__ = [
     "save_hf",
     "unfuse",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`load_hf` and `save_hf`, with the modules for tokenizers and files, where they are used."""
+    if name not in ("load_hf", "save_hf"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fmegatron.models import hf
+
+    return getattr(hf, name)

@@ -30,7 +30,9 @@ from fmegatron.models.fused import own_rows, split_qkv
 from fmegatron.parallel.context import context_attention
 from fmegatron.parallel.stack import stack
 from fmegatron.primitives import (
-    apply_rotary,
+    add_layer_norm,
+    add_rms_norm,
+    apply_rotary_both,
     attention,
     dropout,
     embedding,
@@ -54,8 +56,8 @@ ENTER_ATTENTION = "batch seq* embed -> batch seq embed | kv group"
 ENTER_MLP = "batch seq* embed -> batch seq embed | mlp"
 ENTER_VOCAB = "batch seq* embed -> batch seq embed | vocab"
 
-# Feed-forward activations: gated ones take (gate, up), the others up alone.
-GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+# Feed-forward activations: gated ones take (gate, up), or both in one tensor; the others up alone.
+GATED: dict[str, Callable[..., Tensor]] = {
     "swiglu": swiglu,
     "geglu": geglu,
     "geglu_tanh": functools.partial(geglu, approximate="tanh"),
@@ -77,6 +79,8 @@ class Decoder:
     label_smoothing, z_loss: of the loss (see `linear_cross_entropy`).
     overlap: chunks in which products run beside their gathers and sums over ranks (`sh.dot`); 0: whole. Gathers take part
         where one product reads the normed stream: of fused leaves, and of `up` without a gate.
+    kernel: of norms, activations, rotary embedding and loss: "auto", "torch" or "triton" (see `fmegatron.kernels`).
+    keep_probabilities: those of the loss, from forward to backward (`keep` of `linear_cross_entropy`).
     """
 
     config: DecoderConfig
@@ -85,6 +89,8 @@ class Decoder:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     overlap: int = 0
+    kernel: str = "auto"
+    keep_probabilities: bool | None = None
     _stack: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
@@ -92,12 +98,22 @@ class Decoder:
         made = stack(self.block, layers, save=self.save, compile=self.compile, context=self._layer_context)
         object.__setattr__(self, "_stack", made)
 
+    @property
+    def stack(self) -> Callable[..., Any]:
+        """The layers in turn: f(layers, carry, ctx, then=None) -> carry (see `fmegatron.parallel.stack`)."""
+        return self._stack
+
     # --------------------------------------------------------------------------------------------------- parameters
 
     def spec(self) -> dict[str, Any]:
         """The parameters: {"embed", "positions" if they are learned, "layers": {index: …}, "norm", "norm_bias" of a
         layer norm, "head" unless tied}."""
         return {**self._ends(), "layers": {i: self._block_spec() for i in range(self.config.layers)}}
+
+    @functools.cached_property
+    def _outside(self) -> dict[str, Param]:
+        """`_ends`, made once."""
+        return self._ends()
 
     def _ends(self) -> dict[str, Param]:
         """The parameters outside the layers."""
@@ -223,10 +239,11 @@ class Decoder:
         In generation the carry is (stream, cache) and the new keys and values are written to the cache (`cached`).
         """
         x, cache = x if isinstance(x, tuple) else (x, None)
-        y = self._attend(p, self._norm(p, "norm1", x), cache, ctx)
-        x = x + self._dropped(self._norm(p, "norm1_post", y), "attention", ctx)
-        y = self._feed_forward(p, self._norm(p, "norm2", x), ctx)
-        x = x + self._dropped(self._norm(p, "norm2_post", y), "mlp", ctx)
+        x, h = self._add_and_norm(p, "norm1", x)
+        y = self._dropped(self._norm(p, "norm1_post", self._attend(p, h, cache, ctx)), "attention", ctx)
+        x, h = self._add_and_norm(p, "norm2", x, y)
+        y = self._dropped(self._norm(p, "norm2_post", self._feed_forward(p, h, ctx)), "mlp", ctx)
+        x = x + y
         return x if cache is None else (x, cache)
 
     def head(
@@ -250,6 +267,8 @@ class Decoder:
             softcap=self.config.logit_softcap,
             sh=ctx.sh,
             vocab_size=self.config.vocab,
+            keep=self.keep_probabilities,
+            **self._kernel,
         )
         if (mask := batch.get("mask")) is not None:
             per_token = per_token * mask.to(per_token.dtype)
@@ -327,7 +346,7 @@ class Decoder:
         q, k, v = self._fused_qkv(p, x, ctx) if "qkv" in p else self._qkv(p, sh(x, ENTER_ATTENTION), ctx)
         q, k = self._qk_norm(p, q, k, ctx)
         if extras["rotary"] is not None:
-            q, k = (apply_rotary(t, *extras["rotary"], interleaved=self.config.rope_interleaved) for t in (q, k))
+            q, k = apply_rotary_both(q, k, *extras["rotary"], interleaved=self.config.rope_interleaved, **self._kernel)
         a = self._self_attention(p, q, k, v, ctx) if cache is None else self._cached_attention(p, q, k, v, cache, ctx)
         y = sh.dot(
             a,
@@ -405,9 +424,9 @@ class Decoder:
             return y + p[f"{n}_bias"] if f"{n}_bias" in p else y
 
         if "gate_up" in p:
-            a = GATED[activation](*into("gate_up", "gated mlp").unbind(2))
+            a = GATED[activation](into("gate_up", "gated mlp"), **self._kernel)
         elif activation in GATED:
-            a = GATED[activation](into("gate"), into("up"))
+            a = GATED[activation](into("gate"), into("up"), **self._kernel)
         else:
             a = PLAIN[activation](into("up"))
         y = sh.dot(a, p["down"], "batch seq mlp, mlp embed -> batch seq* embed", name="down", overlap=self.overlap)
@@ -418,12 +437,29 @@ class Decoder:
         if name not in p:
             return x
         if self.config.norm == "layer":
-            return layer_norm(x, p[name], p[f"{name}_bias"], eps=self.config.norm_eps)
+            return layer_norm(x, p[name], p[f"{name}_bias"], eps=self.config.norm_eps, **self._kernel)
         return rms_norm(x, p[name], **self._rms_options())
+
+    def _add_and_norm(
+        self, p: Mapping[str, Tensor], name: str, x: Tensor, y: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(x + y, its norm of this name, if the family has it)."""
+        if name not in p:
+            x = x if y is None else x + y
+            return x, x
+        if self.config.norm == "layer":
+            return add_layer_norm(x, y, p[name], p[f"{name}_bias"], eps=self.config.norm_eps, **self._kernel)
+        return add_rms_norm(x, y, p[name], **self._rms_options())
 
     def _rms_options(self) -> dict[str, Any]:
         c = self.config
-        return {"eps": c.norm_eps, "zero_centred": c.norm_zero_centred, "wide_weight": c.norm_wide_weight}
+        options = {"eps": c.norm_eps, "zero_centred": c.norm_zero_centred, "wide_weight": c.norm_wide_weight}
+        return options | self._kernel
+
+    @property
+    def _kernel(self) -> dict[str, Any]:
+        """As the primitives take it."""
+        return {} if self.kernel == "auto" else {"kernel": self.kernel}
 
     def _dropped(self, y: Tensor, where: str, ctx: Ctx) -> Tensor:
         if not self.config.dropout or ctx.key is None:
@@ -435,7 +471,7 @@ class Decoder:
     @property
     def _front(self) -> list[str]:
         """The parameters that are read in front of the layers."""
-        return [n for n in ("embed", "positions") if n in self._ends()]
+        return [n for n in ("embed", "positions") if n in self._outside]
 
     @property
     def _back(self) -> list[str]:
@@ -443,7 +479,7 @@ class Decoder:
         return [*self._norm_spec("norm"), "embed" if self.config.tied else "head"]
 
     def _ahead(self, params: Mapping[str, Any], names: list[str], ctx: Ctx) -> Ahead:
-        spec = self._ends()
+        spec = self._outside
         return Ahead({n: params[n] for n in names}, {n: spec[n] for n in names}, ctx.sh)
 
     def _last(self, used: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:

@@ -32,9 +32,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fmegatron import tree
+from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.models.config import DecoderConfig
 

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fmegatron import tree
 from fmegatron.checkpoint.ranks import is_first, on_first, together
 from fmegatron.data.tokenizer import load_tokenizer, save_tokenizer
+from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.models import safetensors_files as files
 from fmegatron.models.decoder import Decoder

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fmegatron.mesh import Mesh
 
 AXES = {
+    "pp": "layers",
     "dp": "batch rows",
     "fsdp": "batch rows",
     "cp": "sequence",
@@ -579,7 +580,7 @@ def _usable(base: Choice) -> list[str]:
     """The axes of a layout and the other usual ones, each where it stands in AXES."""
     names = list(base.axes)
     for name in AXES:
-        if name not in names and not (name in DATA and any(a in names for a in DATA)) and name != "fsdp":
+        if name not in names and not (name in DATA and any(a in names for a in DATA)) and name not in ("fsdp", "pp"):
             later = list(AXES)[list(AXES).index(name) :]
             names.insert(next((i for i, n in enumerate(names) if n in later), len(names)), name)
     return names

@@ -17,6 +17,7 @@ import torch
 
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
+from fmegatron.fp8.scaling import at_layer
 from fmegatron.function import apply_function, linear_map, under_torch_func
 from fmegatron.random import fold_in, to_tensor
 from fmegatron.remat import joined, remat
@@ -85,6 +86,10 @@ def sharded_store(sh: Sharding, spec: Mapping[int, Any]) -> Store:
         return run
 
     def use(values: Any, index: int) -> Any:
+        if sh.mesh is None:
+            pairs = zip(leaves(values), leaves(spec[index]), strict=True)
+            if all(not is_float(t) or t.dtype == sh.compute_dtype(p) for t, p in pairs):
+                return values
         return tree_map(lambda t, param: sh.use(t, param) if is_float(t) else t, values, spec[index])
 
     def reduces(index: int) -> bool:
@@ -141,6 +146,8 @@ def stack(
         return store(ctx) if callable(store) else store
 
     def layer_ctx(ctx: Ctx, index: int) -> Ctx:
+        if ctx.sh.precision.fp8 is not None:
+            ctx = ctx.replace(sh=at_layer(ctx.sh, index, max(spec) + 1 if spec else None))
         key = ctx.key
         if key is not None:
             key = fold_in(key, index)

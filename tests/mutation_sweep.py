@@ -17,7 +17,7 @@ what it draws for families with windows, soft caps, norms over heads and learned
 the reason that tests/mutants/survivors.py knows; the exit code is 1 if less than 95 % of what is not equivalent are caught.
 
 Sources are read once, when it begins, so that they may be edited meanwhile. Results go to a file outside of the
-repository, one line of JSON each.
+repository, one line of JSON each; those of a function whose source has changed since are tried again.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     whole = [Source.of(name) for name in MODULES]
     version = hashlib.sha256("".join(s.text for s in whole).encode()).hexdigest()[:16]
-    out, known = Path(given.out), _known(Path(given.out), version)
+    out, known = Path(given.out), _known(Path(given.out), [c for c, _ in every])
     todo = [pair for pair in chosen if pair[0].id not in known]
     if given.retry:
         todo = [p for p in chosen if (f := known.get(p[0].id)) and f.status == "survives" and not _equivalent(f)]
@@ -323,12 +323,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reference(case, QUICK)
         for n in bench.cheapest:
             reference(bench.cases[n], SLOW)
-        _in_jobs(todo, lambda c, s: attempt(c, s, bench, given.limit), given.jobs, out, version)
-        known = _known(out, version)
+        _in_jobs(todo, lambda c, s: attempt(c, s, bench, given.limit), given.jobs, out)
+        known = _known(out, [c for c, _ in every])
     left = [(c, s) for c, s in chosen if (f := known.get(c.id)) and not f.caught and f.tests < 0 and not _equivalent(f)]
     if left and not given.report and not given.no_tests:
         _on_tests(left, known, [s.path for s in whole], given.jobs, out, version)
-        known = _known(out, version)
+        known = _known(out, [c for c, _ in every])
     return report([known[c.id] for c, _ in chosen if c.id in known], len(chosen))
 
 
@@ -347,7 +347,7 @@ def _in_jobs(
                 with out.open("a") as stream:
                     for n, (change, source) in enumerate(todo[job::jobs], 1):
                         found = tried(change, source)
-                        print(json.dumps({"version": version, **asdict(found)}), file=stream, flush=True)
+                        print(json.dumps({"version": change.version, **asdict(found)}), file=stream, flush=True)
                         if not found.caught or n % 50 == 0:
                             _say(f"{n} of {len(todo[job::jobs])}: {found.status} {found.id} ({found.seconds} s)")
                 status = 0
@@ -368,21 +368,20 @@ def _on_tests(
 
         def tried(change: Change, source: Source) -> Found:
             start, everywhere = time.monotonic(), change.function in CONSTANTS.get(source.name, ())
-            failed, number = by_tests.noticed(change, source, everywhere, items, tests, 120.0)
+            failed, number = by_tests.noticed(change, source, everywhere, items, tests, 60.0)
             found = replace(known[change.id], tests=number, seconds=round(time.monotonic() - start, 1))
             return replace(found, status="tests", what=failed) if failed else found
 
-        _in_jobs(left, tried, jobs, out, version)
+        _in_jobs(left, tried, jobs, out)
 
     by_tests.on_tests(body)
 
 
-def _known(path: Path, version: str) -> dict[str, Found]:
-    """Results of these sources. Raises SystemExit for those of others."""
+def _known(path: Path, every: Sequence[Change]) -> dict[str, Found]:
+    """Results of functions whose source is what it was."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if any(row.pop("version") != version for row in rows):
-        raise SystemExit(f"{path} has results of other sources: remove it, or give another --out")
-    return {row["id"]: Found(**row) for row in rows}
+    now = {c.id: c.version for c in every}
+    return {row["id"]: Found(**row) for row in rows if row.pop("version") == now.get(row["id"])}
 
 
 def report(found: Sequence[Found], chosen: int) -> int:

@@ -135,8 +135,8 @@ def test_never_more_than_a_chunk_of_logits():
     flat = x.detach().flatten(0, 1), w.detach(), labels.flatten().clamp(min=0), None
     options = False, 16, None, 1.0, 0.0
     with Largest() as largest:
-        lse, _ = kernels[0](*flat, *options)
-        kernels[1](*flat, torch.ones_like(lse), torch.ones_like(lse), *options, True, True)
+        lse, _, _ = kernels[0](*flat, *options, False, False)
+        kernels[1](*flat, torch.ones_like(lse), torch.ones_like(lse), None, *options, True, True, False)
     assert largest.elements == 16 * 1000
 
 

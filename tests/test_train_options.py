@@ -5,6 +5,7 @@ Each is compared with something made by hand from torch's own parts, and goes on
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from safetensors.torch import load_file
 
 from fmegatron import checkpoint, cli, job, optim, train, tree
 from fmegatron.context import Ctx
+from fmegatron.errors import UserError
 from fmegatron.generate import load_run
+from fmegatron.job import make_run
 from fmegatron.job_model import computations
 from fmegatron.job_optim import make_schedule
 from fmegatron.models import PRESETS, Decoder, DecoderConfig
@@ -72,6 +75,7 @@ RESUMED: dict[str, tuple[str, ...]] = {
     "fixed loss scale": (*FLOAT16[:1], "precision.loss-scale=512", "optim.name=muon"),
     "losses": ("loss.label-smoothing=0.1", "loss.z-loss=1e-3"),
     "remat": ("remat=attention,gate,up",),
+    "in host memory": (*BFLOAT16, "offload-optimizer", "remat=attention:host,gate,up:host", "optim.ema=0.9"),
 }
 # parts of these are in the others
 SLOW = ("adam", "wsd", "inverse_sqrt", "moments", "rounded moments under master copies", "losses", "remat")
@@ -105,6 +109,76 @@ def test_narrow_parameters_have_a_copy_unless_they_are_rounded_by_chance(tmp_pat
         held = checkpoint.info(out).tensors
         assert held["params.embed"][1] == "bfloat16"
         assert held.get("opt.master.embed", (0, None))[1] == ("float32" if copy else None)
+
+
+def test_what_rests_in_host_memory_changes_nothing(tmp_path, corpus) -> None:
+    plain, host = tmp_path / "plain", tmp_path / "host"
+    common = options(*BFLOAT16, "optim.ema=0.9")
+    assert go(flags(corpus, plain, *ONE, *common, "--remat", "attention,gate,up", steps=3)) == 0
+    given = options("offload-optimizer", "remat=attention:host,gate,up:host")
+    assert go(flags(corpus, host, *ONE, *common, *given, steps=3)) == 0
+    assert numbers(host) == numbers(plain)
+    more = ["--out", str(plain), "--resume", "--steps", "5", "--optim.schedule", "constant", "--offload-optimizer"]
+    assert go(more) == 0  # the state is the same wherever it rests
+    with pytest.raises(UserError, match="behind the name of a computation"):
+        go(flags(corpus, tmp_path / "x", *ONE, "--remat", "everything:host"))
+    with pytest.raises(UserError, match="'gates' is no computation"):
+        go(flags(corpus, tmp_path / "x", *ONE, "--remat", "attention,gates:host"))
+
+
+def test_rows_that_are_read_late_are_the_same(tmp_path, corpus, monkeypatch) -> None:
+    """Also where an evaluation, a checkpoint and the end come between."""
+    found = []
+    for late in (False, True):
+        monkeypatch.setattr(job, "make_run", late_run(late))
+        out = tmp_path / str(late)
+        assert go(flags(corpus, out, *ONE, steps=7, eval_every=3, eval_batches=1, checkpoint_every=2)) == 0
+        found.append(numbers(out))
+    assert found[0] == found[1]
+    assert [row["step"] for row in found[1] if "loss" in row] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_loss_that_is_not_finite_is_found_late_and_not_saved(tmp_path, corpus, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(job, "make_run", late_run(True, broken=4))
+    out = tmp_path / "out"
+    wanted = flags(corpus, out, *ONE, steps=9, checkpoint_every=2)
+    assert go(wanted) == 1
+    assert checkpoint.info(out).step == 2  # that of the fourth step was due with it
+    assert losses(out)[3:] == []
+    assert "stopped at step 4: the loss is not finite. It was read after the update" in (out / "log.txt").read_text()
+
+
+def late_run(late: bool, broken: int | None = None) -> Any:
+    """job.make_run whose steps' numbers are read late; the loss of one step is no number."""
+
+    def make(*given: Any) -> Any:
+        made = make_run(*given)
+
+        def step(state: Any, batch: Any) -> Any:
+            state, metrics = made.step(state, batch)
+            if state.step == broken:
+                metrics["loss"] = metrics["loss"] * math.nan
+            return state, metrics
+
+        return dataclasses.replace(made, late=late, step=step)
+
+    return make
+
+
+def test_what_a_graph_refuses(tmp_path, corpus) -> None:
+    with pytest.raises(UserError, match="--cuda-graph records the work of a GPU, and this run is on cpu"):
+        go(flags(corpus, tmp_path / "x", "--cuda-graph"))
+    gpu = torch.device("cuda")
+    for more, world, words in (
+        ((), 2, "this run has 2 ranks"),
+        (("--debug",), 1, "--debug sees nothing"),
+        (("--precision.compute", "float16"), 1, "use bfloat16"),
+        (("--offload-optimizer",), 1, "--offload-optimizer out"),
+        (("--optim.name", "lion"), 1, "not --optim.name lion"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train.check_graph(cli.parse_train(flags(corpus, tmp_path / "x", "--cuda-graph", *more)), gpu, world)
+    train.check_graph(cli.parse_train(flags(corpus, tmp_path / "x", "--cuda-graph")), gpu, 1)
 
 
 def test_two_ranks_equal_one(tmp_path, corpus) -> None:

@@ -6,9 +6,9 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial
 
 from fmegatron import tree
+from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 
 VALUES = (int, float, bool, str, type(None))
@@ -26,7 +26,7 @@ def split(state: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise UserError(f"two leaves of the state have the dotted name {twice[0]!r}: rename a key that contains a dot")
     for name, leaf in zip(names, tree.leaves(state), strict=True):
         if isinstance(leaf, torch.Tensor):
-            if isinstance(leaf, DTensor) and any(isinstance(p, Partial) for p in leaf.placements):
+            if isinstance(leaf, DTensor) and any(p.is_partial() for p in leaf.placements):
                 raise UserError(f"leaf {name!r} of the state is Partial: reduce it before it is saved or loaded")
             tensors[name] = leaf
         elif isinstance(leaf, VALUES):

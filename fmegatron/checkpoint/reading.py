@@ -12,12 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from fmegatron import tree
 from fmegatron.checkpoint import folders, leaves
 from fmegatron.checkpoint.folders import Info
 from fmegatron.checkpoint.ranks import distributed, on_first, together
+from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.precision import dtype_name
 

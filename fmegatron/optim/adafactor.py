@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fmegatron import tree
+from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.optim import leaves
 from fmegatron.optim.apply import Work, opened
@@ -242,6 +242,8 @@ def _reduced_zeros(p: Tensor, gone: tuple[int, ...], dtype: torch.dtype | None) 
         zeros = torch.zeros_like(local.sum(gone), dtype=dtype or wide(p))
     if not isinstance(p, DTensor):
         return zeros
+    from torch.distributed.tensor import Replicate, Shard
+
     left = [d for d in range(p.ndim) if d not in gone]
     placements = [
         Shard(left.index(x.dim)) if isinstance(x, Shard) and x.dim in left else Replicate() for x in p.placements

@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from fmegatron import tree
-from fmegatron.optim.apply import apply
+from fmegatron.capturing import numbers
+from fmegatron.errors import UserError
+from fmegatron.optim.apply import Work, apply
+from fmegatron.optim.clip import clip_factor
 from fmegatron.optim.core import Optimizer, Rate, check_fractions, check_not_negative, check_rate, rate_at
+from fmegatron.optim.fused import adam_pass, check_kernel
 from fmegatron.optim.leaves import widened, zeros_of
 from fmegatron.optim.moments import Moments, moment_dtypes
+from fmegatron.optim.norm import global_norm
 from fmegatron.optim.per_leaf import Mask, Setting, Values, check_values, settings_of
 
 
@@ -25,6 +30,8 @@ def adamw(
     mask: Mask = None,
     lr_scale: Values = None,
     moments: Moments = None,
+    clip: float | None = None,
+    kernel: str = "auto",
 ) -> Optimizer:
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019), equal to torch.optim.AdamW.
 
@@ -34,10 +41,15 @@ def adamw(
     lr_scale: multipliers of the rate: a number, or a tree of numbers (`per_leaf`). None: 1.
     moments: dtype of the two moments, or a pair of dtypes (mean, mean square); None: float64 for float64 parameters,
         else float32.
+    clip: the largest global norm of the gradients, as `clip_by_global_norm` in front has it, but without a pass of its
+        own over the gradients: they are multiplied as they are read, and come back as they were. None: no clipping.
+    kernel: "auto": on a GPU with triton one pass of a single kernel over gradients, moments, parameters and the copies
+        of `with_master`. "torch": never. "triton": that kernel, or an error where triton is not installed.
 
-    State: {"count", "m", "v"}. Raises `UserError` for a negative rate, eps or decay, or betas outside [0, 1).
+    State: {"count", "m", "v"}. Raises `UserError` for a negative rate, eps or decay, betas outside [0, 1), or a clip
+    that is not above 0.
     """
-    return _adam("adamw", True, lr, betas, eps, weight_decay, mask, lr_scale, moments)
+    return _adam("adamw", True, lr, betas, eps, weight_decay, mask, lr_scale, moments, clip, kernel)
 
 
 def adam(
@@ -49,12 +61,14 @@ def adam(
     mask: Mask = None,
     lr_scale: Values = None,
     moments: Moments = None,
+    clip: float | None = None,
+    kernel: str = "auto",
 ) -> Optimizer:
     """Adam (Kingma & Ba, 2015), equal to torch.optim.Adam: weight_decay times the parameter is added to the gradient.
 
     Arguments, state and errors as for `adamw`.
     """
-    return _adam("adam", False, lr, betas, eps, weight_decay, mask, lr_scale, moments)
+    return _adam("adam", False, lr, betas, eps, weight_decay, mask, lr_scale, moments, clip, kernel)
 
 
 def _adam(
@@ -67,21 +81,37 @@ def _adam(
     mask: Mask,
     lr_scale: Values,
     moments: Moments,
+    clip: float | None,
+    kernel: str,
 ) -> Optimizer:
     check_rate(name, lr)
     check_not_negative(name, eps=eps)
     check_values(name, weight_decay=weight_decay, lr_scale=lr_scale)
     check_fractions(name, betas=betas)
     dtypes = moment_dtypes(name, moments)
+    if clip is not None and not clip > 0:
+        raise UserError(f"{name} needs a clip above 0, or None, but got clip={clip}")
+    check_kernel(name, kernel)
 
     def init(params: Any) -> dict[str, Any]:
         m, v = (tree.tree_map(lambda p, d=d: zeros_of(p, d), params) for d in dtypes)
         return {"count": 0, "m": m, "v": v}
 
     def update(
-        params: Any, grads: Any, state: Any, *, donate: bool = False, grad_norm: Any = None, rounding: Any = None
+        params: Any,
+        grads: Any,
+        state: Any,
+        *,
+        donate: bool = False,
+        grad_norm: Any = None,
+        rounding: Any = None,
+        copies: Any = None,
     ) -> Any:
-        step, rate = state["count"] + 1, rate_at(lr, state["count"])
+        before = state["count"]
+        step, rate = before + 1, rate_at(lr, before)
+        scale = None
+        if clip is not None:
+            scale = clip_factor(global_norm(grads) if grad_norm is None else grad_norm, clip)
         trees = {"params": params, "grads": grads, "m": state["m"], "v": state["v"]}
         constants: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": eps}
 
@@ -90,27 +120,39 @@ def _adam(
             return _plain(p, g, m, v, step=step, lr=lr, weight_decay=own.decay, decoupled=decoupled, **constants)
 
         def fused(own: Setting, p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]) -> None:
-            kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-            count = torch.full((), float(step), dtype=torch.float32, device=p[0].device)
-            kernel(
+            run = torch._fused_adamw_ if decoupled else torch._fused_adam_
+            device = p[0].device
+            if isinstance(before, Tensor):
+                count = numbers(lambda n: (float(n + 1),), before)[0].float()
+            else:
+                count = torch.full((), float(step), dtype=torch.float32, device=device)
+            size = rate * own.scale
+            if isinstance(size, Tensor) and device.type == "cuda":
+                size = size.float()  # what the kernel reads
+            run(
                 p,
                 g,
                 m,
                 v,
                 [],
                 [count] * len(p),
-                lr=rate * own.scale,
+                lr=size,
                 weight_decay=own.decay,
                 amsgrad=False,
                 maximize=False,
                 **constants,
             )
 
+        def one_pass(work: Work, own: Setting, members: list[int], copies: Any, scale: Tensor | None) -> list[int]:
+            options: dict[str, Any] = {"lr": lr, "count": before, "betas": betas, "eps": eps, "decoupled": decoupled}
+            return adam_pass(work, own, members, copies, scale, kernel=kernel, **options)
+
         settings = settings_of(params, lr_scale, weight_decay, mask)
-        new = apply(trees, settings, plain, fused, donate, written=("params", "m", "v"), rounding=rounding)
+        options: dict[str, Any] = {"rounding": rounding, "scale": scale, "copies": copies, "one_pass": one_pass}
+        new = apply(trees, settings, plain, fused, donate, written=("params", "m", "v"), **options)
         return new["params"], grads, {**state, "count": step, "m": new["m"], "v": new["v"]}
 
-    return Optimizer(init, update, name, lr, rounds=True)
+    return Optimizer(init, update, name, lr, rounds=True, casts=True)
 
 
 def _plain(
@@ -119,7 +161,7 @@ def _plain(
     m: Tensor,
     v: Tensor,
     *,
-    step: int,
+    step: Any,
     lr: Any,
     beta1: float,
     beta2: float,
@@ -133,6 +175,7 @@ def _plain(
         g = g + weight_decay * p
     m = m + (g - m) * (1 - beta1)
     v = v * beta2 + g * g * (1 - beta2)
-    spread = v.sqrt() / math.sqrt(1 - beta2**step) + eps
+    seen = 1 - beta2**step
+    spread = v.sqrt() / (seen.sqrt() if isinstance(seen, Tensor) else math.sqrt(seen)) + eps
     p = p * (1 - lr * weight_decay) if decoupled else p
     return p - (lr / (1 - beta1**step)) * m / spread, m, v

@@ -23,8 +23,12 @@ from fmegatron.simulation import is_local
 
 # Elements converted at once where a kernel cannot take a leaf's dtypes or strides as they are (64 MiB in float32).
 PIECE = 1 << 24
+# Elements whose gradients are scaled at once on a CPU: they stay in its cache until the kernel has read them.
+SCALED_PIECE = 1 << 17
 
 Span = tuple[int, int]  # (leaf, first element of its flat local shard)
+# (work, setting, rows, copies beside them or None, what gradients are multiplied by or None) -> the rows that are left
+OnePass = Callable[["Work", Any, list[int], "list[Tensor] | None", "Tensor | None"], list[int]]
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,9 @@ def apply(
     temporaries: bool = False,
     half: tuple[str, ...] = ("cpu", "cuda"),
     rounding: Rounding | None = None,
+    scale: Tensor | None = None,
+    copies: Any = None,
+    one_pass: OnePass | None = None,
 ) -> dict[str, Any]:
     """Run an update over the leaves that have a gradient: {name: new tree} of the trees in `written`.
 
@@ -124,48 +131,72 @@ def apply(
     kernel(setting, *lists of leaves) overwrites them; temporaries: it makes some of the size of what it gets, so it
         gets a bounded piece at a time. half: devices on which it is right for leaves that are all in half precision,
         that is, computes in float32 and rounds once; elsewhere it gets them in float32.
+    scale: a 0-d tensor by which gradients are multiplied as they are read; they themselves stay.
+    copies: a tree like the parameters, of buffers to which the new ones are written too, in their dtypes, or None.
+    one_pass: a kernel that does all of it for the rows that it can take, and gives those that it cannot.
     """
     with leaves.no_grad():
         work = opened(trees, written, donate, rounding)
         names = list(work.columns)
         if leaves.plain_only():
             for i in work.rows:
-                values = plain(settings[i], *(work.columns[n][i] for n in names))
+                row = [work.columns[n][i] for n in names]
+                if scale is not None:
+                    row[1] = row[1] * scale
+                values = plain(settings[i], *row)
                 for n, value in zip(work.written, values, strict=True):
                     work.keep(n, i, value)
             return work.trees(trees)
 
+        given = [None] * len(settings) if copies is None else tree.leaves(copies)
+        targets: list[Any] = [None if t is None else buffer_of(t) for t in given]
+
         def kind(i: int) -> Any:
-            return settings[i], *((x.device, x.dtype, x.is_contiguous()) for x in (work.local[n][i] for n in names))
+            found = [*(work.local[n][i] for n in names), targets[i]]
+            return settings[i], *((x.device, x.dtype, x.is_contiguous()) for x in found if x is not None)
 
         for (setting, *_), members in grouped(work.rows, kind).items():
-            _run(work, setting, members, plain, kernel, temporaries, half)
+            copied = None if targets[members[0]] is None else [targets[i] for i in members]
+            left = members if one_pass is None else one_pass(work, setting, members, copied, scale)
+            if left:
+                _run(work, setting, left, plain, kernel, temporaries, half, scale)
+                if copied:
+                    torch._foreach_copy_([targets[i] for i in left], [work.local["params"][i] for i in left])
         return work.trees(trees)
 
 
 def _run(
-    work: Work, setting: Any, members: list[int], plain: Any, kernel: Any, temporaries: bool, half: tuple[str, ...]
+    work: Work,
+    setting: Any,
+    members: list[int],
+    plain: Any,
+    kernel: Any,
+    temporaries: bool,
+    half: tuple[str, ...],
+    scale: Tensor | None,
 ) -> None:
     """Overwrite one group, whose rows are alike in devices, dtypes and contiguity."""
+    scale = _factor(scale, work.local["grads"][members[0]])
     names = list(work.columns)
     lists = [[work.local[n][i] for i in members] for n in names]
     first = [column[0] for column in lists]
     if first[0].device.type not in ("cpu", "cuda"):
-        for i, row in zip(members, zip(*lists, strict=True), strict=True):
-            for n, value in zip(work.written, plain(setting, *row), strict=True):
+        for i, (p, g, *rest) in zip(members, zip(*lists, strict=True), strict=True):
+            g = g if scale is None else g * scale
+            for n, value in zip(work.written, plain(setting, p, g, *rest), strict=True):
                 work.store(n, i, value)
         return
     rounded = {n for n in work.written if work.rounding and work.rounding.applies(work.local[n][members[0]])}
     alike = len({x.dtype for x in first}) == 1 and all(x.is_contiguous() for x in first)
     taken = first[0].dtype.itemsize >= torch.float32.itemsize or first[0].device.type in half
     if alike and taken and not rounded:
-        for piece, _ in pieces(lists, members) if temporaries else [(lists, [])]:
-            kernel(setting, *piece)
+        for piece, _ in pieces(lists, members, scale) if temporaries or scale is not None else [(lists, [])]:
+            kernel(setting, *_scaled(piece, scale))
         return
     # the kernels take one dtype, not all of them a narrow one, and read strided tensors wrongly on CPU: convert a bounded piece at a time
     dtype = leaves.wide(*first)
-    for piece, spans in pieces(lists, members):
-        ready = [_converted(column, dtype) for column in piece]
+    for piece, spans in pieces(lists, members, scale):
+        ready = _scaled([_converted(column, dtype) for column in piece], scale)
         kernel(setting, *ready)
         for n, column, source in zip(names, piece, ready, strict=True):
             if n in rounded:
@@ -173,6 +204,22 @@ def _run(
                     work.store(n, i, value, target, start)
             elif n in work.written and source is not column:
                 torch._foreach_copy_(column, source)
+
+
+def _factor(scale: Tensor | None, like: Tensor) -> Tensor | None:
+    """What to multiply by on the device of a leaf; None where that is a one, which a CPU may ask."""
+    if scale is None or is_local(scale) or is_local(like):
+        return scale
+    if scale.device.type == like.device.type == "cpu":
+        return scale if float(scale) != 1.0 else None
+    return scale.to(like.device)
+
+
+def _scaled(piece: list[list[Tensor]], scale: Tensor | None) -> list[list[Tensor]]:
+    """The columns with the gradients, the second of them, multiplied."""
+    if scale is None:
+        return piece
+    return [piece[0], list(torch._foreach_mul(piece[1], scale)), *piece[2:]]
 
 
 def _converted(column: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -183,21 +230,24 @@ def _converted(column: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return out
 
 
-def pieces(lists: list[list[Tensor]], members: Sequence[int]) -> Iterator[tuple[list[list[Tensor]], list[Span]]]:
+def pieces(
+    lists: list[list[Tensor]], members: Sequence[int], scale: Tensor | None = None
+) -> Iterator[tuple[list[list[Tensor]], list[Span]]]:
     """The rows in batches of at most PIECE elements, each with what it is of which leaf; a larger row that is
-    contiguous is cut."""
+    contiguous is cut. scale: the gradients of each are multiplied."""
     if any(is_local(x) for column in lists for x in column):
         yield lists, [(i, 0) for i in members]  # simulated: no branch on a local size
         return
+    most = min(PIECE, SCALED_PIECE) if scale is not None and lists[0][0].device.type == "cpu" else PIECE
     batch: list[tuple[Tensor, ...]] = []
     spans: list[Span] = []
     held = 0
     for i, row in zip(members, zip(*lists, strict=True), strict=True):
-        cut = row[0].numel() > PIECE and all(x.is_contiguous() for x in row)
-        parts = zip(*(x.view(-1).split(PIECE) for x in row), strict=True) if cut else [row]
+        cut = row[0].numel() > most and all(x.is_contiguous() for x in row)
+        parts = zip(*(x.view(-1).split(most) for x in row), strict=True) if cut else [row]
         start = 0
         for part in parts:
-            if batch and held + part[0].numel() > PIECE:
+            if batch and held + part[0].numel() > most:
                 yield [list(column) for column in zip(*batch, strict=True)], spans
                 batch, spans, held = [], [], 0
             batch.append(tuple(part))

@@ -25,10 +25,14 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
 
     def update(params: Any, grads: Any, state: Any, *, donate: bool = False, grad_norm: Any = None) -> Any:
         norm = global_norm(grads) if grad_norm is None else grad_norm
-        scale = torch.as_tensor(max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return params, _scaled(grads, scale, donate), state
+        return params, _scaled(grads, clip_factor(norm, max_norm), donate), state
 
-    return Optimizer(lambda params: {}, update, "clip")
+    return Optimizer(lambda params: {}, update, "clip", writes=False)
+
+
+def clip_factor(norm: Any, max_norm: float) -> Tensor:
+    """What clipping multiplies gradients of this norm by, 0-d."""
+    return torch.as_tensor(max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _scaled(grads: Any, scale: Tensor, donate: bool) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fmegatron.capturing import numbers, recording
 from fmegatron.errors import UserError
 
 Rate = float | Callable[[int], float]
@@ -21,6 +22,9 @@ class Optimizer:
     name: the key of the piece's state in a chain, hence part of checkpoint names.
     rate: the learning rate, for reports (None for a piece that has none).
     rounds: does `update` take `rounding=` too, by which `with_stochastic_rounding` rounds what it writes?
+    casts: does `update` take `copies=` too, a tree like the parameters of buffers (or None) to which it writes the new
+        parameters as well, in the buffers' dtypes? So `with_master` needs no pass of its own.
+    writes: may `update` change the parameters?
     """
 
     init: Callable[[Any], Any]
@@ -28,6 +32,8 @@ class Optimizer:
     name: str = ""
     rate: Rate | None = None
     rounds: bool = False
+    casts: bool = False
+    writes: bool = True
 
 
 def chain(*pieces: Optimizer) -> Optimizer:
@@ -50,14 +56,15 @@ def chain(*pieces: Optimizer) -> Optimizer:
             params, grads, new[key] = updated(piece, params, grads, state[key], options)
         return params, grads, new
 
-    return Optimizer(init, update, rate=first_rate(pieces), rounds=any(p.rounds for p in pieces))
+    writing = [p for p in pieces if p.writes]
+    casts = len(writing) == 1 and writing[0].casts
+    return Optimizer(init, update, rate=first_rate(pieces), rounds=any(p.rounds for p in pieces), casts=casts)
 
 
 def updated(piece: Optimizer, params: Any, grads: Any, state: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
     """A piece's update with the options that it takes."""
-    if not piece.rounds:
-        options = {k: v for k, v in options.items() if k != "rounding"}
-    return piece.update(params, grads, state, **options)
+    takes = {"rounding": piece.rounds, "copies": piece.casts}
+    return piece.update(params, grads, state, **{k: v for k, v in options.items() if takes.get(k, True)})
 
 
 def first_rate(pieces: Any) -> Rate | None:
@@ -68,9 +75,13 @@ def first_rate(pieces: Any) -> Rate | None:
 # Arguments
 
 
-def rate_at(lr: Rate, count: int) -> Any:
-    """The rate after `count` updates."""
-    return lr(count) if callable(lr) else lr
+def rate_at(lr: Rate | None, count: Any) -> Any:
+    """The rate after `count` updates; in a recorded step, where the count is a tensor, a 0-d tensor of it."""
+    if not callable(lr):
+        return lr
+    if isinstance(count, Tensor) and recording() is not None:
+        return numbers(lambda n: (lr(n),), count)[0]
+    return lr(count)
 
 
 def check_rate(name: str, lr: Rate) -> None:

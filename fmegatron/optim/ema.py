@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fmegatron import tree
+from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.optim.apply import apply
 from fmegatron.optim.core import Optimizer
@@ -59,7 +59,7 @@ def ema(decay: float | Callable[[int], float] = 0.9999, *, warmup: bool = False,
         left = {"left": state["left"] * kept} if debias else {}
         return params, grads, {"count": count + 1, "ema": new["params"], **left}
 
-    return Optimizer(init, update, "ema")
+    return Optimizer(init, update, "ema", writes=False)
 
 
 def _copy(p: Any) -> Any:

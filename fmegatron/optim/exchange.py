@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fmegatron.collectives import gather_single
+from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.optim.leaves import cuts_of
 from fmegatron.simulation import lift, on_each_rank, simulating
@@ -122,7 +122,7 @@ def exchange_of(p: Tensor, order: tuple[int, ...], counts: int) -> Exchange:
                 "hold it: choose a mesh that divides, or leave the dim whole"
             )
     cuts = [(d, order.index(dim) - counts + 1) for _, d, dim in reversed(found) if order.index(dim) >= counts]
-    copies = [d for d in range(mesh.ndim) if mesh.size(d) > 1 and isinstance(p.placements[d], Replicate)]
+    copies = [d for d in range(mesh.ndim) if mesh.size(d) > 1 and p.placements[d].is_replicate()]
     return Exchange(mesh, tuple(cuts), tuple(copies), tuple(uneven))
 
 
@@ -144,6 +144,8 @@ def _own_part(x: Tensor, mesh: Any, d: int) -> Tensor:
     x = x.unflatten(0, (size, -1))
     if not simulating():
         return x[mesh.get_local_rank(d)]
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
     places = [Shard(0) if at == d else Replicate() for at in range(mesh.ndim)]
     here = distribute_tensor(torch.arange(size, device=x.device), mesh, places, src_data_rank=None).to_local()
     return x.index_select(0, here)[0]

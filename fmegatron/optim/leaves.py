@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fmegatron import tree
+from fmegatron.dtensor import DTensor
 from fmegatron.simulation import lift, simulating
 
 Member = TypeVar("Member")
@@ -62,6 +62,8 @@ def cuts_of(x: Tensor) -> list[tuple[DeviceMesh, int, int]]:
     """(mesh, mesh dim, tensor dim) of every mesh dim larger than one that cuts a leaf, in the order of the mesh."""
     if not isinstance(x, DTensor):
         return []
+    from torch.distributed.tensor import Shard
+
     mesh = x.device_mesh
     return [(mesh, d, p.dim) for d, p in enumerate(x.placements) if isinstance(p, Shard) and mesh.size(d) > 1]
 
@@ -73,6 +75,8 @@ def positions_of(x: Tensor) -> list[Tensor | None]:
 
 
 def _positions(x: Any, dim: int) -> Tensor:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
     here = [Shard(0) if isinstance(p, Shard) and p.dim == dim else Replicate() for p in x.placements]
     every = torch.arange(x.shape[dim], device=x.device)
     return distribute_tensor(every, x.device_mesh, here, src_data_rank=None).to_local()

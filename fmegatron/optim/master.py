@@ -10,6 +10,7 @@ from fmegatron import tree
 from fmegatron.optim import leaves
 from fmegatron.optim.core import Optimizer
 from fmegatron.optim.leaves import buffer_of, grouped, holder_of, local_of, no_grad, wrapped
+from fmegatron.simulation import simulating
 
 
 def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
@@ -32,13 +33,37 @@ def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Opt
 
     def update(params: Any, grads: Any, state: Any, *, donate: bool = False, grad_norm: Any = None) -> Any:
         inner = {k: v for k, v in state.items() if k != "master"}
-        new, grads, inner = optimizer.update(
-            wide(state["master"], params), grads, inner, donate=donate, grad_norm=grad_norm
-        )
+        options: dict[str, Any] = {"donate": donate, "grad_norm": grad_norm}
+        copies = None
+        if optimizer.casts and not leaves.plain_only() and not simulating():  # (simulated buffers are copies a rank)
+            copies = _buffers(params, state["master"], grads, donate)
+            options["copies"] = copies
+        new, grads, inner = optimizer.update(wide(state["master"], params), grads, inner, **options)
         master = tree.tree_map(lambda m, p: None if m is None else p, state["master"], new)
-        return _rounded(params, master, new, donate), grads, {**inner, "master": master}
+        if copies is None:
+            narrow = _rounded(params, master, new, donate)
+        else:
+            narrow = tree.tree_map(_narrow, params, master, copies, new)
+        return narrow, grads, {**inner, "master": master}
 
     return Optimizer(init, update, optimizer.name, optimizer.rate)
+
+
+def _buffers(params: Any, master: Any, grads: Any, donate: bool) -> Any:
+    """Where the optimizer writes the rounded parameters: None where there is no copy or nothing changes."""
+
+    def buffer(p: Any, m: Any, g: Any) -> Any:
+        if m is None or g is None:
+            return None
+        return p if donate else wrapped(torch.empty_like(local_of(p)), p)
+
+    with no_grad():
+        return tree.tree_map(buffer, params, master, grads)
+
+
+def _narrow(old: Any, master: Any, copy: Any, new: Any) -> Any:
+    """The parameter after an update that has written `copy`."""
+    return new if master is None else old if copy is None else copy
 
 
 def _rounded(params: Any, master: Any, new: Any, donate: bool) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fmegatron import random
+from fmegatron.capturing import numbers
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function, under_torch_func
 from fmegatron.optim.core import Optimizer
@@ -29,10 +30,12 @@ class Rounding:
 
     The random bits of an element depend on the key, the leaf's name and the element's global position: any layout
     rounds alike. compile: one compiled kernel on a GPU in place of some hundred calls; the values are the same.
+    counted: (root, count), where the key is that of a count of updates under a root.
     """
 
     key: Key
     compile: bool = False
+    counted: tuple[Key, Any] | None = None
     _held: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def applies(self, x: Tensor) -> bool:
@@ -62,10 +65,27 @@ class Rounding:
         key, index = self._of(leaf, name)
         return stochastic(value, bits(key, leaf.shape, index=index, device=value.device))
 
+    def seeds(self, names: Sequence[str]) -> Any:
+        """The keys of leaves by their names, each as one int64; a tensor in a recorded step (`capturing`)."""
+        assert self.counted is not None
+        root, count = self.counted
+
+        def of(n: int) -> list[int]:
+            key = fold_in(root, n)
+            return [_signed(fold_in(key, name)) for name in names]
+
+        return numbers(of, count, dtype=torch.int64)
+
     def _of(self, leaf: Tensor, name: str) -> tuple[Key, list[Tensor | None]]:
         if name not in self._held:
             self._held[name] = fold_in(self.key, name), positions_of(leaf)
         return self._held[name]
+
+
+def _signed(key: Key) -> int:
+    """The 64 bits of a key as int64."""
+    low, high = key.words
+    return (high - (1 << 32) if high >= 1 << 31 else high) << 32 | low
 
 
 def _merged(shape: Sequence[int], index: Sequence[Tensor | None]) -> tuple[list[int], list[int], list[Tensor | None]]:
@@ -148,12 +168,12 @@ def with_stochastic_rounding(optimizer: Optimizer, seed: int | Key, *, compile: 
     def init(params: Any) -> dict[str, Any]:
         return {**optimizer.init(params), "rounded": 0}
 
-    def update(params: Any, grads: Any, state: Any, *, donate: bool = False, grad_norm: Any = None) -> Any:
+    def update(params: Any, grads: Any, state: Any, **options: Any) -> Any:
         inner = {k: v for k, v in state.items() if k != "rounded"}
-        rounding = Rounding(fold_in(root, state["rounded"]), compile)
-        params, grads, inner = optimizer.update(
-            params, grads, inner, donate=donate, grad_norm=grad_norm, rounding=rounding
-        )
-        return params, grads, {**inner, "rounded": state["rounded"] + 1}
+        count = state["rounded"]
+        counted = None if isinstance(root.words, Tensor) else (root, count)
+        rounding = Rounding(fold_in(root, count), compile, counted)
+        params, grads, inner = optimizer.update(params, grads, inner, rounding=rounding, **options)
+        return params, grads, {**inner, "rounded": count + 1}
 
-    return Optimizer(init, update, optimizer.name, optimizer.rate)
+    return Optimizer(init, update, optimizer.name, optimizer.rate, casts=optimizer.casts)

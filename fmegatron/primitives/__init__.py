@@ -6,7 +6,7 @@ from fmegatron.primitives.attention import attention, cu_seqlens_of, segments_of
 from fmegatron.primitives.cross_entropy import cross_entropy, linear_cross_entropy
 from fmegatron.primitives.dropout import dropout
 from fmegatron.primitives.embedding import embedding
-from fmegatron.primitives.norm import layer_norm, rms_norm
+from fmegatron.primitives.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fmegatron.primitives.rotary import (
     DynamicNTKScaling,
     LinearScaling,
@@ -15,6 +15,7 @@ from fmegatron.primitives.rotary import (
     ProportionalScaling,
     YaRNScaling,
     apply_rotary,
+    apply_rotary_both,
     rotary,
     rotary_table,
 )
@@ -26,7 +27,10 @@ __all__ = [
     "LongRoPEScaling",
     "ProportionalScaling",
     "YaRNScaling",
+    "add_layer_norm",
+    "add_rms_norm",
     "apply_rotary",
+    "apply_rotary_both",
     "attention",
     "cross_entropy",
     "cu_seqlens_of",

@@ -3,6 +3,7 @@ sharded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,32 @@ def may_overwrite() -> bool:
     into an unmapped one, and compiled code gains nothing (and see `cast`).
     """
     return not (torch.compiler.is_compiling() or under_torch_func())
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function of tensors an operator of torch, so that compiled code and simulation see one operation:
+
+        @operator("fmegatron::attention")
+        def _attention(q: Tensor, …) -> tuple[Tensor, Tensor]: …
+
+    The result is called like the function, and has `register_fake`. Where nobody looks (eager, plain tensors) it is the
+    function itself: on the way through the dispatcher torch.library takes 50 µs of the host a call, and seconds for the
+    first one, which imports the compiler.
+    """
+
+    def made(body: Callable[..., Any]) -> Any:
+        definition = torch.library.custom_op(name, mutates_args=())(body)
+        packet = getattr(torch.ops.fmegatron, name.split("::")[1])
+
+        def call(*args: Any) -> Any:
+            if type(args[0]) is not torch.Tensor or torch.compiler.is_compiling() or under_torch_func():
+                return packet(*args)
+            return body(*args)
+
+        call.register_fake = definition.register_fake  # type: ignore[attr-defined]
+        return call
+
+    return made
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

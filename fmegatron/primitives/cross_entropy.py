@@ -19,10 +19,20 @@ from torch.autograd import Function
 
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function
-from fmegatron.primitives._function import each_example, global_size, graph_wanted, sharded, wide
+from fmegatron.kernels import chosen
+from fmegatron.primitives._function import (
+    each_example,
+    global_size,
+    graph_wanted,
+    may_overwrite,
+    operator,
+    sharded,
+    wide,
+)
 
 CHUNK_ELEMENTS = {"cpu": 1 << 21}  # logits at once; on CPU they should stay in cache
 CHUNK_ELEMENTS_ELSEWHERE = 1 << 26
+KEPT_ELEMENTS = 1 << 30  # probabilities that are kept unless told otherwise, on CUDA in half precision: 2 GiB
 
 
 def linear_cross_entropy(
@@ -38,13 +48,15 @@ def linear_cross_entropy(
     sh: Any = None,
     vocab_size: int | None = None,
     chunk: int | None = None,
+    keep: bool | None = None,
+    kernel: str = "auto",
 ) -> Tensor:
     """-log softmax(x w)[label] of each token: x[batch seq embed], w[embed vocab], labels int[batch seq] -> [batch
     seq], fp32 or wider.
 
-    0 at tokens whose label is `ignore_index`. At most `chunk` tokens' logits exist at a time, in fp32, forward and
-    backward; backward keeps x, w and the labels, and computes logits again (as in Cut Your Losses, Wijmans et al.
-    2024). Products take the arguments' dtype and sum in fp32.
+    0 at tokens whose label is `ignore_index`. At most `chunk` tokens' logits exist at a time, in fp32. Backward keeps x,
+    w and the labels, and computes logits again (as in Cut Your Losses, Wijmans et al. 2024), or with `keep` the
+    probabilities too. Products take the arguments' dtype and sum in fp32.
 
     equation: "batch seq embed, vocab embed -> batch seq vocab" for a w of that order (a tied embedding).
     sh: x is in the region of vocab ("batch seq* embed -> batch seq embed | vocab"), where its gradient is summed;
@@ -52,6 +64,11 @@ def linear_cross_entropy(
     vocab_size: the global size of vocab (default: that of equal shards).
     label_smoothing, z_loss, softcap: as in `cross_entropy`.
     chunk: tokens; default: by the size of the vocabulary.
+    keep: the probabilities of every token, in x's dtype, from forward to backward, which then needs no logits: a quarter
+        of the products less, for tokens · vocab elements of memory. Not with label_smoothing or softcap, nor a
+        vocabulary that does not divide. None: on CUDA in half precision up to `KEPT_ELEMENTS`.
+    kernel: "triton": one pass each over logits for their statistics and their gradient; "torch": torch's operations;
+        "auto": the first on CUDA (see `fmegatron.kernels`).
     """
     orders = {"embed vocab": False, "vocab embed": True}
     side = equation.split("->")[0].split(",")[-1].strip()
@@ -71,10 +88,18 @@ def linear_cross_entropy(
 
     vocab_size = _global_vocabulary(vocab, sh, vocab_size)
     form = _form("linear_cross_entropy", label_smoothing, z_loss, softcap, vocab_size)
+    fast = chosen("linear_cross_entropy", kernel, x, w, compiled=True)
+    keepable = form.cap is None and not form.every_share
+    if keep and not keepable:
+        raise UserError(
+            "linear_cross_entropy(keep=True) with label_smoothing or softcap: these compute logits again; leave keep out"
+        )
 
     def local(x: Tensor, w: Tensor, held: Tensor, filling: Tensor | None) -> tuple[Tensor, Tensor]:
-        args = x.flatten(0, -2), w, held.flatten(), filling, rows, chunk, *form
-        lse, target = apply_function(_LinearStatistics, *args)
+        kept = keep if keep is not None else _worth_keeping(x, vocab)
+        kept = kept and keepable and filling is None
+        args = x.flatten(0, -2), w, held.flatten(), filling, rows, chunk, *form, kept, fast
+        lse, target, _ = apply_function(_LinearStatistics, *args)
         return lse.view(labels.shape), target.view(labels.shape)
 
     sides = "batch seq embed | vocab", side
@@ -137,6 +162,11 @@ def _form(where: str, label_smoothing: float, z_loss: float, softcap: float | No
     if softcap is not None and not 0 < softcap < math.inf:
         raise UserError(f"{where}(softcap={softcap}): a finite bound on logits above 0, or None for no cap")
     return _Form(softcap, 1.0 - label_smoothing, label_smoothing / vocab_size)
+
+
+def _worth_keeping(x: Tensor, vocab: int) -> bool:
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    return x.device.type == "cuda" and half and x.numel() // x.shape[-1] * vocab <= KEPT_ELEMENTS
 
 
 def _global_vocabulary(vocab: int, sh: Any, vocab_size: int | None) -> int:
@@ -250,27 +280,42 @@ class _Statistics(Function):
 
 
 class _LinearStatistics(Function):
-    """(x[token embed], w, labels[token], filling or None, w is [vocab embed]?, chunk, cap, label_share, every_share) ->
-    (lse, target), both [token]."""
+    """(x[token embed], w, labels[token], filling or None, w is [vocab embed]?, chunk, cap, label_share, every_share,
+    keep, fast) -> (lse, target, both [token]; probabilities[token vocab] if they are kept, else empty).
+
+    fast: by Triton's kernels.
+    """
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, labels: Tensor, filling: Tensor | None, *options: Any) -> Any:
-        return torch.ops.fmegatron.linear_statistics(x, w, labels, filling, *options)
+        return _linear_statistics_op(x, w, labels, filling, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, w, labels, filling, *ctx.options = inputs
-        ctx.save_for_backward(x, w, labels, filling)
+        (lse, target, kept), (keep, fast) = output, ctx.options[-2:]
+        ctx.mark_non_differentiable(kept)
+        ctx.overwritten = False
+        of_kept = (lse if keep or fast else None, target if keep else None, kept if keep else None)
+        ctx.save_for_backward(x, w, labels, filling, *of_kept)
 
     @staticmethod
-    def backward(ctx: Any, g_lse: Tensor, g_target: Tensor) -> Any:
+    def backward(ctx: Any, g_lse: Tensor, g_target: Tensor, _: Any) -> Any:
         need_x, need_w = ctx.needs_input_grad[:2]
-        args = *ctx.saved_tensors, g_lse, g_target, *ctx.options
+        x, w, labels, filling, lse, target, kept = ctx.saved_tensors
+        *options, keep, fast = ctx.options
+        args = x, w, labels, filling, g_lse, g_target
         if graph_wanted():
-            gx, gw = apply_function(_LinearStatisticsBackward, *args)
+            gx, gw = apply_function(_LinearStatisticsBackward, *args, *options)
+        elif keep and not ctx.overwritten:
+            # in place, once: a second backward of one graph computes logits again
+            ctx.overwritten = may_overwrite()
+            of = kept.data if ctx.overwritten else kept  # (whose version, which autograd checks, stays)
+            how = _kept_gradients if ctx.overwritten else torch.ops.fmegatron.kept_statistics_backward
+            gx, gw = how(x, w, labels, lse, target, of, g_lse, g_target, options[0], need_x, need_w, fast)
         else:
-            gx, gw = torch.ops.fmegatron.linear_statistics_backward(*args, need_x, need_w)
-        return gx if need_x else None, gw if need_w else None, *[None] * 7
+            gx, gw = _linear_statistics_backward_op(*args, lse, *options, need_x, need_w, fast)
+        return gx if need_x else None, gw if need_w else None, *[None] * 9
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -283,7 +328,8 @@ class _LinearStatisticsBackward(Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        return tuple(torch.ops.fmegatron.linear_statistics_backward(*args, True, True))
+        tensors, options = args[:6], args[6:]
+        return tuple(_linear_statistics_backward_op(*tensors, None, *options, True, True, False))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -323,7 +369,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 # Operators of their own, so that compiled code and simulation see one operation, not a loop over chunks.
 
 
-@torch.library.custom_op("fmegatron::linear_statistics", mutates_args=())
+@operator("fmegatron::linear_statistics")
 def _linear_statistics_op(
     x: Tensor,
     w: Tensor,
@@ -334,29 +380,48 @@ def _linear_statistics_op(
     cap: float | None,
     label_share: float,
     every_share: float,
-) -> tuple[Tensor, Tensor]:
+    keep: bool,
+    fast: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = wide(x.dtype)
     w = w.t() if rows else w
     lse, target = (torch.empty(x.shape[0], dtype=dtype, device=x.device) for _ in range(2))
+    kept = torch.empty(_kept_shape(x, w.shape[1], keep), dtype=x.dtype, device=x.device)
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
-        logits, at = _capped(_product(x[part], w, dtype), cap, in_place=True), labels[part]
+        logits, at = _product(x[part], w, dtype), labels[part]
+        if fast:
+            from fmegatron.kernels import softmax
+
+            into = lse[part], target[part], kept[part] if keep else None
+            softmax.statistics(logits, at, filling, *into, cap, label_share, every_share)
+            continue
+        logits = _capped(logits, cap, in_place=True)
         label = logits.gather(-1, at.clamp(min=0)[:, None])[:, 0].masked_fill_(at < 0, 0)
         if every_share:
             label = label * label_share + _zeroed(logits, filling).sum(-1) * every_share
         target[part] = label
         logits = _hidden(logits, filling, in_place=True)
         # softmax is torch's one fused pass; its largest value is 1 / sum(exp(logits - most))
-        lse[part] = logits.amax(-1) - logits.softmax(-1).amax(-1).log()
-    return lse, target
+        most, p = logits.amax(-1), logits.softmax(-1)
+        lse[part] = most - p.amax(-1).log()
+        if keep:
+            kept[part] = p
+    return lse, target, kept
 
 
 @_linear_statistics_op.register_fake
-def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[0], dtype=wide(x.dtype)), x.new_empty(x.shape[0], dtype=wide(x.dtype))
+def _(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows, keep = rest[2], rest[-2]
+    lse, target = (x.new_empty(x.shape[0], dtype=wide(x.dtype)) for _ in range(2))
+    return lse, target, x.new_empty(_kept_shape(x, w.shape[0 if rows else 1], keep))
 
 
-@torch.library.custom_op("fmegatron::linear_statistics_backward", mutates_args=())
+def _kept_shape(x: Tensor, vocab: int, keep: bool) -> tuple[int, int]:
+    return (x.shape[0], vocab) if keep else (0, 0)
+
+
+@operator("fmegatron::linear_statistics_backward")
 def _linear_statistics_backward_op(
     x: Tensor,
     w: Tensor,
@@ -364,6 +429,7 @@ def _linear_statistics_backward_op(
     filling: Tensor | None,
     g_lse: Tensor,
     g_target: Tensor,
+    lse: Tensor | None,
     rows: bool,
     chunk: int,
     cap: float | None,
@@ -371,20 +437,33 @@ def _linear_statistics_backward_op(
     every_share: float,
     need_x: bool,
     need_w: bool,
+    fast: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(gx, gw), an empty tensor for one that is not needed. gw is summed over chunks in fp32 or wider."""
+    """(gx, gw), an empty tensor for one that is not needed. gw is summed over chunks in fp32 or wider. lse: needed if
+    `fast`."""
     dtype, wt = wide(x.dtype), w if rows else w.t()
     gx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0)
     gw = torch.zeros(w.shape, dtype=dtype, device=w.device) if need_w else w.new_empty(0)
+    room = torch.empty((min(chunk, x.shape[0]), wt.shape[0]), dtype=x.dtype, device=x.device) if fast else x
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
-        logits = _capped(_product(x[part], wt.t(), dtype), cap, in_place=True)
-        p = _hidden(logits, filling).softmax(-1)
-        slope = None if cap is None else logits.div_(cap).square_().neg_().add_(1)
-        del logits
-        g = _logits_gradient(p, slope, labels[part], g_lse[part], g_target[part], label_share, every_share, x.dtype)
-        g = g if filling is None else g.masked_fill_(filling, 0)
-        del p, slope
+        logits = _product(x[part], wt.t(), dtype)
+        if fast:
+            from fmegatron.kernels import softmax
+
+            assert lse is not None
+            g, by_lse, by_target = room[: logits.shape[0]], g_lse[part].contiguous(), g_target[part].contiguous()
+            statistics = labels[part], filling, lse[part], None
+            softmax.gradient(logits, *statistics, by_lse, by_target, g, cap, label_share, every_share)
+            del logits
+        else:
+            logits = _capped(logits, cap, in_place=True)
+            p = _hidden(logits, filling).softmax(-1)
+            slope = None if cap is None else logits.div_(cap).square_().neg_().add_(1)
+            del logits
+            g = _logits_gradient(p, slope, labels[part], g_lse[part], g_target[part], label_share, every_share, x.dtype)
+            g = g if filling is None else g.masked_fill_(filling, 0)
+            del p, slope
         if need_x:
             gx[part] = g @ wt
         if need_w:
@@ -394,7 +473,63 @@ def _linear_statistics_backward_op(
 
 @_linear_statistics_backward_op.register_fake
 def _(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    need_x, need_w = rest[-2:]
+    need_x, need_w = rest[-3:-1]
+    return x.new_empty(x.shape if need_x else 0), w.new_empty(w.shape if need_w else 0)
+
+
+def _kept_gradients(
+    x: Tensor,
+    w: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    kept: Tensor,
+    g_lse: Tensor,
+    g_target: Tensor,
+    rows: bool,
+    need_x: bool,
+    need_w: bool,
+    fast: bool,
+    overwrite: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(gx, gw) from kept probabilities, of which the gradient by logits may take the place."""
+    g = kept if overwrite else torch.empty_like(kept)
+    if fast:
+        from fmegatron.kernels import softmax
+
+        softmax.gradient(kept, labels, None, lse, target, g_lse.contiguous(), g_target.contiguous(), g, None, 1.0, 0.0)
+    else:
+        here, at = labels >= 0, labels.clamp(min=0)[:, None]
+        own = (target - lse).exp().where(here, kept.gather(-1, at)[:, 0].to(lse.dtype))  # not rounded
+        torch.mul(kept, g_lse[:, None].to(kept.dtype), out=g)
+        g.scatter_(-1, at, (own * g_lse + g_target * here).to(g.dtype)[:, None])
+    gx = g @ (w if rows else w.t()) if need_x else x.new_empty(0)
+    gw = (g.t() @ x if rows else x.t() @ g) if need_w else w.new_empty(0)
+    return gx, gw
+
+
+@operator("fmegatron::kept_statistics_backward")
+def _kept_statistics_backward_op(
+    x: Tensor,
+    w: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    kept: Tensor,
+    g_lse: Tensor,
+    g_target: Tensor,
+    rows: bool,
+    need_x: bool,
+    need_w: bool,
+    fast: bool,
+) -> tuple[Tensor, Tensor]:
+    args = x, w, labels, lse, target, kept, g_lse, g_target, rows, need_x, need_w, fast
+    return _kept_gradients(*args, overwrite=False)
+
+
+@_kept_statistics_backward_op.register_fake
+def _(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    need_x, need_w = rest[-3:-1]
     return x.new_empty(x.shape if need_x else 0), w.new_empty(w.shape if need_w else 0)
 
 

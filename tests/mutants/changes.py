@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import hashlib
 import importlib
 import inspect
 import sys
@@ -84,9 +85,11 @@ NO_NUMBERS = ("note_collective", "keep_alive", "check_overlap", "check_size", "d
 
 @dataclass(frozen=True)
 class Change:
-    """One change: `put` makes it in the tree of its module, and gives what takes it back."""
+    """One change: `put` makes it in the tree of its module, and gives what takes it back. version: of the function's
+    source, by which a result of an earlier sweep is known to hold."""
 
     id: str
+    version: str
     module: str
     function: str
     line: int
@@ -126,20 +129,33 @@ def changes(source: Source, conditions: bool = False) -> Iterator[Change]:
     for name, node in _functions(source.tree, ""):
         if not _wanted(name, MODULES[source.name]):
             continue
+        version = _version(node)
         for parent, key, index, old in _sites(node):
             for new in () if _is_condition(old) and not conditions else _others(old, parent):
-                yield _change(source, name, parent, key, index, old, new, numbers)
+                yield _change(source, name, version, parent, key, index, old, new, numbers)
     for constant in CONSTANTS.get(source.name, ()):
         where = next(n for n in source.tree.body if isinstance(n, ast.Assign) and n.targets[0].id == constant)  # type: ignore[attr-defined]
         values = where.value.values if isinstance(where.value, ast.Dict) else where.value.elts  # type: ignore[attr-defined]
         kind = "values" if isinstance(where.value, ast.Dict) else "elts"
         for index, old in enumerate(values):
             for new in _others(old, where.value):
-                yield _change(source, constant, where.value, kind, index, old, new, numbers)
+                yield _change(source, constant, _version(where), where.value, kind, index, old, new, numbers)
+
+
+def _version(node: ast.AST) -> str:
+    return hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:16]
 
 
 def _change(
-    source: Source, name: str, parent: Any, key: str, index: int | None, old: Any, new: Any, numbers: Counter[str]
+    source: Source,
+    name: str,
+    version: str,
+    parent: Any,
+    key: str,
+    index: int | None,
+    old: Any,
+    new: Any,
+    numbers: Counter[str],
 ) -> Change:
     def put() -> Callable[[], None]:
         def place(x: Any) -> None:
@@ -159,6 +175,7 @@ def _change(
     last = getattr(old, "end_lineno", old.lineno) if isinstance(old, ast.expr) else old.lineno
     return Change(
         f"{key_text} #{numbers[key_text]}",
+        version,
         source.name,
         name,
         old.lineno,

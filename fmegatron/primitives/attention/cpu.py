@@ -29,7 +29,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[
             parts.append((o, o.new_full(o.shape[:-1], -torch.inf, dtype=wide(q.dtype))))
             continue
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            qt[:, :, rows], kt[:, :, columns], vt[:, :, columns], 0.0, causal, attn_mask=added, scale=scale
+            _part(qt, rows), _part(kt, columns), _part(vt, columns), 0.0, causal, attn_mask=added, scale=scale
         )
         o, lse = o.transpose(1, 2).unflatten(2, heads), lse.transpose(1, 2).unflatten(2, heads)
         parts.append((o, lse if some is None else lse.masked_fill(~some, -torch.inf)))
@@ -50,13 +50,13 @@ def backward(
         if columns.start == columns.stop:
             rows_gq.append(q.new_zeros(q[:, rows].shape))
             continue
-        part = lt[:, :, rows] if some is None else finite(lt[:, :, rows])
+        part = _part(lt, rows) if some is None else finite(_part(lt, rows))
         gq, a, b = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gt[:, :, rows],
-            qt[:, :, rows],
-            kt[:, :, columns],
-            vt[:, :, columns],
-            ot[:, :, rows],
+            _part(gt, rows),
+            _part(qt, rows),
+            _part(kt, columns),
+            _part(vt, columns),
+            _part(ot, rows),
             part,
             0.0,
             causal,
@@ -75,6 +75,11 @@ def backward(
     if gk is None or gv is None:
         return gq, torch.zeros_like(k), torch.zeros_like(v)
     return gq, gk.to(k.dtype).contiguous(), gv.to(v.dtype).contiguous()
+
+
+def _part(x: Tensor, some: slice) -> Tensor:
+    """Some of the tokens of x[batch head token …]."""
+    return x if some.stop - some.start == x.shape[2] else x[:, :, some]
 
 
 def _calls(q: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, bool, Tensor | None, Tensor | None]]:

@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function
-from fmegatron.primitives._function import graph_wanted, wide
+from fmegatron.primitives._function import graph_wanted, operator, wide
 from fmegatron.primitives.attention import blocks, cpu, cuda
 from fmegatron.primitives.attention.mask import Mask
 from fmegatron.primitives.attention.sinks import sinks_gradient, with_sinks
@@ -29,7 +29,7 @@ class Attention(Function):
         *tensors, o, lse, causal, window, scale, softcap = rest
         if o is not None:
             return o.view_as(o), lse.view_as(lse)
-        return torch.ops.fmegatron.attention(q, k, v, *tensors, causal, window, scale, softcap)
+        return _attention(q, k, v, *tensors, causal, window, scale, softcap)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -52,7 +52,7 @@ class Attention(Function):
         if graph_wanted():
             grads = apply_function(AttentionBackward, *args)
         else:
-            grads = torch.ops.fmegatron.attention_backward(*args)
+            grads = _attention_backward(*args)
         g_sinks = None if sinks is None else sinks_gradient(sinks, o, lse, go, glse)
         return *grads, *[None] * 5, g_sinks, *[None] * 6
 
@@ -70,7 +70,7 @@ class AttentionBackward(Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        return tuple(torch.ops.fmegatron.attention_backward(*args))
+        return tuple(_attention_backward(*args))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -131,7 +131,7 @@ def _fold(function: type[Function], size: int, in_dims: Any, args: Any) -> Any:
     return tuple(o.unflatten(0, (size, batch)) for o in function.apply(*folded))
 
 
-@torch.library.custom_op("fmegatron::attention", mutates_args=())
+@operator("fmegatron::attention")
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -162,7 +162,7 @@ def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
-@torch.library.custom_op("fmegatron::attention_backward", mutates_args=())
+@operator("fmegatron::attention_backward")
 def _attention_backward(
     q: Tensor,
     k: Tensor,

@@ -1,0 +1,59 @@
+"""One-pass kernels for GPUs, written in Triton: what `fmegatron.primitives` runs instead of several torch operations.
+
+    norm           RMS and layer norms, with the residual addition before them and the residual gradient behind
+    gated          gated activations, and both their gradients
+    rotary         queries and keys turned in one launch
+    softmax        the softmax and its gradient of the cross-entropy
+
+Each has its torch operations right beside in the primitive, which are what defines it; `kernel="auto" | "torch" |
+"triton"` of the primitive chooses. Nothing here is imported before a kernel runs, so triton need not be installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from fmegatron.errors import UserError
+from fmegatron.function import under_torch_func
+from fmegatron.simulation import is_local
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own mode for tests: kernels run on the CPU
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNELS = ("auto", "torch", "triton")
+
+
+def chosen(what: str, kernel: str, *tensors: torch.Tensor | None, compiled: bool = False) -> bool:
+    """Do Triton's kernels take this call of a primitive?
+
+    kernel: "torch": never. "auto": on CUDA, where the tensors are of one dtype of `DTYPES` and triton is installed, in
+        compiled code only if `compiled` (where inductor's own kernels are no slower). "triton": there, compiled or
+        not.
+    what: the primitive, for messages.
+
+    Never under torch.func and in simulation, whose tensors are no plain ones: there the torch operations give the
+    same. Raises UserError for an unknown `kernel`, and for "triton" where it cannot be.
+    """
+    if kernel == "torch":
+        return False
+    if kernel not in KERNELS:
+        raise UserError(f'{what}(kernel={kernel!r}): use "auto", "torch" or "triton"')
+    given = [t for t in tensors if t is not None]
+    dtype = given[0].dtype
+    able = HAS_TRITON and dtype in DTYPES
+    for t in given:
+        able = able and t.dtype == dtype and (t.device.type == "cuda" or (INTERPRETED and kernel == "triton"))
+    if kernel == "triton" and not able:
+        why = (
+            f"tensors of {', '.join(sorted({f'{t.dtype} on {t.device.type}' for t in given}))} are not all of one half "
+            "or single precision on CUDA"
+        )
+        raise UserError(
+            f'{what}(kernel="triton"): {why if HAS_TRITON else "triton is not installed"}; use kernel="auto"'
+        )
+    if not able or under_torch_func() or any(is_local(t) for t in given):
+        return False
+    return kernel == "triton" or compiled or not torch.compiler.is_compiling()

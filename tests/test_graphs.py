@@ -1,0 +1,197 @@
+"""`cuda_graph`: what is recorded and what is computed anew, on a CPU with a recording that runs the step again, as it
+then reads the same memory; and on a GPU with CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fmegatron import capturing, tree
+from fmegatron.errors import UserError
+from fmegatron.graphs import _Graphed, cuda_graph
+from fmegatron.models import Decoder, DecoderConfig
+from fmegatron.optim import adamw, chain, clip_by_global_norm, ema, sgd, with_master, with_stochastic_rounding
+from fmegatron.precision import Precision
+from fmegatron.random import key
+from fmegatron.schedules import cosine
+from fmegatron.sharding import Sharding
+from fmegatron.spec import init
+from fmegatron.step import TrainState, train_step
+from tests.optim_trees import same
+
+torch.set_num_threads(1)
+SIZES = DecoderConfig(vocab=40, embed=16, layers=2, heads=2, kv_heads=1, mlp=24, dropout=0.2)
+RATE = cosine(0.01, total=20, warmup=3)
+
+
+class Again:
+    """A recording that runs the step again."""
+
+    def record(self, run: Any) -> None:
+        """As on a GPU, it changes nothing."""
+        self.run, held = run, [t for t in run.__self__.state if torch.is_tensor(t)]
+        before = [t.clone() for t in held]
+        run()
+        for t, b in zip(held, before, strict=True):
+            t.copy_(b)
+        self.metrics = run.__self__.metrics
+
+    def play(self) -> None:
+        """As on a GPU, what comes out lies where it lay before."""
+        self.run()
+        for dtype, pack in self.metrics[2].items():
+            pack.copy_(self.run.__self__.metrics[2][dtype])
+        self.run.__self__.metrics = self.metrics
+
+
+def batch(seed: int, rows: int = 3, device: str = "cpu") -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 40, (rows, 9), generator=torch.Generator().manual_seed(seed)).to(device)
+    return {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+
+OPTIMIZERS = {
+    "adamw": lambda: adamw(RATE, clip=0.5),
+    "chain": lambda: chain(clip_by_global_norm(0.5), adamw(RATE), ema(0.9)),
+    "master": lambda: with_master(adamw(RATE, clip=0.5)),
+    "rounded": lambda: with_stochastic_rounding(adamw(RATE, clip=0.5, moments=torch.bfloat16), 3),
+}
+
+
+def made(name: str, donate: bool = True, device: str = "cpu", **options: Any) -> tuple[Any, TrainState]:
+    """(a step that reads nothing on the host, its first state)."""
+    narrow = name in ("master", "rounded")
+    precision = Precision(torch.bfloat16 if narrow else torch.float32, torch.float32)
+    sh, model, optimizer = Sharding(precision=precision), Decoder(SIZES), OPTIMIZERS[name]()
+    step = train_step(
+        model.loss,
+        optimizer,
+        weights=model.weights,
+        sh=sh,
+        donate=donate,
+        check_finite=False,
+        microbatches=2,
+        **options,
+    )
+    params = init(model.spec(), key(0), sh=sh, device=device)
+    return step, TrainState(0, params, optimizer.init(params), key(1))
+
+
+def run(step: Any, state: TrainState, steps: int = 6, device: str = "cpu") -> tuple[TrainState, list[dict[str, Any]]]:
+    rows = []
+    for n in range(steps):
+        state, metrics = step(state, batch(n, device=device))
+        rows.append(metrics)
+    return state, rows
+
+
+def equal(graphed: tuple[Any, Any], plain: tuple[Any, Any]) -> None:
+    """Bitwise; numbers that the host computes are tensors of a recording."""
+    same(graphed[0], plain[0])
+    for a, b in zip(graphed[1], plain[1], strict=True):
+        assert {n: float(x) for n, x in a.items() if x is not None} == {
+            n: float(x) for n, x in b.items() if x is not None
+        }
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_recorded_step_is_the_step(name, donate) -> None:
+    step, state = made(name, donate)
+    graphed = run(_Graphed(step, 2, Again), state)
+    equal(graphed, run(*made(name)))
+    assert graphed[0].step == 6  # numbers stay numbers
+
+
+def test_the_state_goes_on_from_another() -> None:
+    """A checkpoint's tensors are copied into the recording's, and its numbers count."""
+    step, state = made("adamw")
+    graphed = _Graphed(step, 1, Again)
+    run(graphed, state, steps=3)
+    step, state = made("adamw")
+    state, _ = run(step, state, steps=4)
+    kept = tree.tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, state)
+    got = graphed(state, batch(9))[0]
+    same(got, step(kept, batch(9))[0])
+    assert got.step == 5
+    with pytest.raises(RuntimeError, match="donated"):
+        _ = state.params
+
+
+def test_metrics_outlive_the_next_play() -> None:
+    step, state = made("adamw")
+    _, rows = run(_Graphed(step, 1, Again), state, steps=4)
+    assert len({float(r["loss"]) for r in rows}) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda s, b: (s, batch(0, rows=5)), "labels of the batch is torch.int64 of shape (5, 8)"),
+        (lambda s, b: (s, {**b, "mask": b["tokens"]}), "the batch has another structure"),
+        (lambda s, b: (TrainState(s.step, s.params, s.opt, key(5)), b), "key.words.0 of the state was 1"),
+        (lambda s, b: (TrainState(s.step, s.params["embed"], s.opt, s.key), b), "the state has another structure"),
+    ],
+)
+def test_what_a_recording_refuses(change, part) -> None:
+    step, state = made("adamw")
+    graphed = _Graphed(step, 1, Again)
+    state, _ = run(graphed, state, steps=2)
+    with pytest.raises(UserError) as error:
+        graphed(*change(state, batch(0)))
+    assert part in str(error.value)
+
+
+def test_a_number_that_does_not_change_by_a_constant() -> None:
+    def doubling(state: Any, batch: Any) -> Any:
+        return {"n": 2 * state["n"], "x": state["x"] + 1}, {}
+
+    graphed = _Graphed(doubling, 2, Again)
+    state, _ = graphed({"n": 1, "x": torch.zeros(2)}, {})
+    with pytest.raises(UserError, match="n of the state changes by 1 in one step and by 2 in another"):
+        graphed(state, {})
+
+
+def test_a_count_that_the_host_cannot_know() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        capturing.numbers(lambda n: (float(n),), state["n"] + 1)
+        return {"n": state["n"] + 1, "x": state["x"] + 1}, {}
+
+    graphed = _Graphed(step, 1, Again)
+    state, _ = graphed({"n": 1, "x": torch.zeros(2)}, {})
+    with pytest.raises(UserError, match="from the count that is in the state"):
+        graphed(state, {})
+    assert capturing.recording() is None
+
+
+def test_on_a_cpu_it_is_the_step_itself() -> None:
+    step, state = made("adamw")
+    equal(run(cuda_graph(step), state), run(*made("adamw")))
+    with pytest.raises(UserError, match="warmup"):
+        cuda_graph(step, warmup=0)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_cuda_graph_equals_the_step(name, donate) -> None:
+    step, state = made(name, donate, "cuda")
+    graphed = run(cuda_graph(step), state, device="cuda")
+    equal(graphed, run(*made(name, device="cuda"), device="cuda"))
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_what_cannot_be_recorded_on_a_gpu() -> None:
+    sh, model, optimizer = Sharding(), Decoder(SIZES), sgd(0.1)
+    params = init(model.spec(), key(0), device="cuda")
+    step = cuda_graph(train_step(model.loss, optimizer, weights=model.weights, sh=sh, donate=True), warmup=1)
+    state = TrainState(0, params, optimizer.init(params), key(1))
+    state, _ = step(state, batch(0, device="cuda"))
+    with pytest.raises(UserError, match="check_finite=False"):
+        step(state, batch(1, device="cuda"))
