@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import weakref
 
 import pytest
 import torch
 
-from fmegatron import offload as module
 from fmegatron import tree
 from fmegatron.accumulate import accumulate
 from fmegatron.errors import UserError
@@ -43,6 +43,8 @@ from tests.transforms_model import (
     small_block,
     weights,
 )
+
+module = importlib.import_module("fmegatron.offload")  # `fm.offload` is a function
 
 torch.set_num_threads(1)
 

@@ -444,10 +444,11 @@ def test_delayed_collectives_are_hidden():
 
 
 class Live(TorchDispatchMode):
-    """The most bytes of storages made inside that lived at a time."""
+    """The most bytes of storages made inside, beside those of `given`, that lived at a time."""
 
-    def __init__(self):
+    def __init__(self, given):
         super().__init__()
+        self.given = {getattr(t, "elem", t).untyped_storage()._cdata for t in given}
         self.at, self.peak = {}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -455,7 +456,8 @@ class Live(TorchDispatchMode):
         for t in torch.utils._pytree.tree_leaves(out):
             if isinstance(t, torch.Tensor):
                 s = getattr(t, "elem", t).untyped_storage()
-                if s._cdata not in self.at or self.at[s._cdata][0].expired():
+                known = s._cdata in self.given or (s._cdata in self.at and not self.at[s._cdata][0].expired())
+                if not known:
                     self.at[s._cdata] = StorageWeakRef(s), s.nbytes()
         self.peak = max(self.peak, self.now())
         return out
@@ -468,7 +470,7 @@ class Live(TorchDispatchMode):
 def peaks(n):
     """For either product [bytes at the peak of the forward, behind it, at the peak of the backward]: the least of
     some runs, as gloo's own thread lets go of a buffer a moment after the collective has ended."""
-    runs = [once(n) for _ in range(8)]
+    runs = [once(n) for _ in range(3)]
     return [[min(times) for times in zip(*products, strict=True)] for products in zip(*runs, strict=True)]
 
 
@@ -476,11 +478,11 @@ def once(n):
     sh, (x, up, down) = two_ranks(8, 16, 24, 40)
     found = []
     for f, args in ((UP, (x, up)), (DOWN, (sh.dot(x, up, UP).detach().requires_grad_(), down))):
-        with Live() as forward:
+        with Live(args) as forward:
             y = sh.dot(*args, f, overlap=n)
         found.append([forward.peak, forward.now()])
         g = torch.ones_like(y)
-        with Live() as backward:
+        with Live(args) as backward:
             grads = torch.autograd.grad(y, args, g)
         found[-1].append(backward.peak)
         del y, g, grads
@@ -488,12 +490,12 @@ def once(n):
 
 
 def test_memory():
-    """Never more than whole and two chunks. Of a gathered operand only chunks are there, and none is kept; of the
+    """Never more than whole and three chunks. Of a gathered operand only chunks are there, and none is kept; of the
     summands of a result too."""
     (up, down), (cut_up, cut_down) = (processes(2).run(peaks, n)[0] for n in (0, 4))
     stream = 4 * 8 * 16 * 24  # bytes of a whole [batch seq embed]
     for whole, cut in ((up, cut_up), (down, cut_down)):
-        assert all(c <= w + 2 * stream // 4 for w, c in zip(whole, cut, strict=True)), (whole, cut)
+        assert all(c <= w + 3 * stream // 4 for w, c in zip(whole, cut, strict=True)), (whole, cut)
     assert cut_up[1] == up[1] - stream and cut_down[1] == down[1]
     assert cut_up[0] == cut_up[1] + 3 * stream // 4  # one on its way, one that came and that put in order
     assert cut_down[0] < down[0] - stream

@@ -211,8 +211,8 @@ def test_keeps_no_logits(form):
 def kernels(dtype, *options):
     x, w, labels = inputs(seq=64, embed=2, vocab=1000, dtype=dtype)
     flat = x.detach().flatten(0, 1), w.detach(), labels.flatten().clamp(min=0), None
-    lse, target, _ = module._linear_statistics_op._init_fn(*flat, *options, False, False)
-    module._linear_statistics_backward_op._init_fn(*flat, lse, target, None, *options, True, True, False)
+    lse, target, _ = module._linear_statistics_op.__wrapped__(*flat, *options, False, False)
+    module._linear_statistics_backward_op.__wrapped__(*flat, lse, target, None, *options, True, True, False)
 
 
 @forms

@@ -48,6 +48,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
             return body(*args)
 
         call.register_fake = definition.register_fake  # type: ignore[attr-defined]
+        call.__wrapped__ = body  # type: ignore[attr-defined]
         return call
 
     return made
