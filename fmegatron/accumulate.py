@@ -120,7 +120,7 @@ def accumulate(
         known = None if weights is None else dict(weights(batch))
         scale = None if known is None else scales(known, ctx.sh)
         at_once = composable or ctx.sh.check is not None or ctx.sh.mesh is None
-        sums = _Sums(ctx.sh, len(parts), at_once)
+        sums = Sums(ctx.sh, len(parts), at_once)
         grads: list[Any] = [None] * len(wanted)
         for number, (part, part_ctx) in enumerate(parts):
 
@@ -148,13 +148,13 @@ def accumulate(
         if loss_scale is not None:  # behind the sums over ranks, which may be in a narrow dtype
             grads = [unscaled(g, loss_scale, in_place=not composable) for g in grads]
         if sharded and splits_state(spec, ctx.sh):
-            return (total, metrics), _like_state(grads, at_rest, spec, ctx.sh)
+            return (total, metrics), like_state(grads, at_rest, spec, ctx.sh)
         return (total, metrics), as_at_rest(grads, at_rest)
 
     return run
 
 
-def _like_state(grads: list[Any], at_rest: Any, spec: Any, sh: Sharding) -> Any:
+def like_state(grads: list[Any], at_rest: Any, spec: Any, sh: Sharding) -> Any:
     """Local gradients as a tree like the parameters, DTensors of the layout of the optimizer's state."""
     rows = zip(grads, leaves(at_rest), leaves(spec), strict=True)
     return like(
@@ -323,7 +323,7 @@ def as_factor(c: Any, of: torch.Tensor) -> Any:
     return c.to(of.dtype) if isinstance(c, torch.Tensor) else c
 
 
-class _Sums:
+class Sums:
     """Sums over microbatches, and what they give in the end. They go over the ranks with the last microbatch, beside its
     backward."""
 
@@ -389,7 +389,7 @@ def _add_in_place(
     inputs = [t.requires_grad_() for t, w in zip(flat, wanted, strict=True) if w]
     with torch.enable_grad():
         value, aux = of(unflatten(shape, flat))
-    add_sums(tree_map(_cut_off, aux))
+    add_sums(tree_map(cut_off, aux))
     del aux
     seen = [False] * len(flat)
 
@@ -438,10 +438,10 @@ def _add_in_place(
         reducer.finish()
 
 
-def _cut_off(t: Any) -> Any:
+def cut_off(t: Any) -> Any:
     """A leaf without its graph."""
     if isinstance(t, _Summand):
-        return _Summand(_cut_off(t.x), t.steps)
+        return _Summand(cut_off(t.x), t.steps)
     return t.detach() if is_tensor(t) else t
 
 

@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmegatron.accumulate import (
+    Sums,
     Weight,
-    _cut_off,
-    _like_state,
-    _Sums,
     as_factor,
     cut_batch,
+    cut_off,
     evaluate,
+    like_state,
     row_count,
     scales,
     with_rows,
@@ -356,28 +356,25 @@ class _Run:
         if self.last_rank == pipe.rank:
             self.known = None if pipe.weights is None else dict(pipe.weights(self.batch))
             self.scale = None if self.known is None else scales(self.known, self.sh)
-        self.sums = _Sums(self.sh, table.microbatches, at_once=False)
+        self.sums = Sums(self.sh, table.microbatches, at_once=False)
         pipe.log.clear()
 
     # ------------------------------------------------------------------------------------------------------ the table
 
-    def act(self) -> None:
-        """Runs this rank's program."""
+    def act(self, compute: Callable[[Action], None]) -> None:
+        """Runs this rank's program: its messages, and compute(action) for all other actions."""
         for step in steps(self.table.programs[self.pipe.rank]):
             self.alarm.check()
             if step[0].kind in COMMUNICATION:
                 self.communicate(step)
             else:
                 for action in step:
-                    self.compute(action)
+                    compute(action)
             self.pipe.log.extend(str(action) for action in step)
             if self.messages is not None:
                 self.messages.drop_sent()
         if self.messages is not None:
             self.messages.finish()
-
-    def compute(self, action: Action) -> None:
-        raise NotImplementedError
 
     def communicate(self, step: tuple[Action, ...]) -> None:
         """Posts sends and receives as one batch."""
@@ -407,7 +404,7 @@ class _Run:
 
         def value(terms: Any, stats: Any) -> Any:
             x, aux = evaluate(terms, stats, self.known, self.scale, self.sh, loss_scale, at_once=False)
-            return x, tree_map(_cut_off, aux)
+            return x, tree_map(cut_off, aux)
 
         return Within(with_context(self.pipe.model, part, ctx), part, value)
 
@@ -526,7 +523,7 @@ class _Training(_Run):
 
     def run(self) -> tuple[tuple[Tensor, dict[str, Any]], Any]:
         with self.outer.others_refused() if self.late else contextlib.nullcontext():
-            self.act()
+            self.act(self.compute)
         here = self.last_rank == self.pipe.rank
         found = self.sums.finish(self.scale, self.known) if here else None
         self.share_tied()
@@ -541,7 +538,7 @@ class _Training(_Run):
         if self.loss_scale is not None:
             grads = [unscaled(g, self.loss_scale, in_place=True) for g in grads]
         if self.late and splits_state(self.spec, self.sh):
-            return (total, metrics), _like_state(grads, self.at_rest, self.spec, self.sh)
+            return (total, metrics), like_state(grads, self.at_rest, self.spec, self.sh)
         return (total, metrics), as_at_rest(grads, self.at_rest)
 
     def compute(self, action: Action) -> None:
@@ -683,7 +680,7 @@ class _Forwards(_Run):
         super().__init__(pipe, alarm, table, params, batch, ctx)
 
     def run(self) -> dict[str, Any]:
-        self.act()
+        self.act(self.compute)
         here = self.last_rank == self.pipe.rank
         return self.agreed(self.sums.finish(self.scale, self.known)[1] if here else None)
 

@@ -50,6 +50,7 @@ from tests.mutants import by_tests
 from tests.mutants.catching import Verdict, drawn, judged, reference, verdict
 from tests.mutants.changes import CONSTANTS, MODULES, Change, Source, changes, with_change
 from tests.mutants.edits import forget
+from tests.mutants.lines import lines_run
 from tests.mutants.survivors import SURVIVORS
 
 QUICK, SLOW = ("init", "gradients"), ("init", "adamw", "sgd")
@@ -63,29 +64,12 @@ UNEQUAL = (
 # -------------------------------------------------------------------------------------------------- which layouts run it
 
 
-def lines_run(case: Case, paths: Sequence[str]) -> dict[str, set[int]]:
+def lines_of(case: Case, paths: Sequence[str]) -> dict[str, set[int]]:
     """{path: numbers of the lines that a layout runs}."""
-    found: dict[str, set[int]] = {p: set() for p in paths}
-
-    def lines(frame: Any, event: str, _: Any) -> Any:
-        if event == "line":
-            found[frame.f_code.co_filename].add(frame.f_lineno)
-        return lines
-
-    def calls(frame: Any, event: str, _: Any) -> Any:
-        there = found.get(frame.f_code.co_filename)
-        if there is None:
-            return None
-        there.add(frame.f_lineno)
-        return lines
-
     reference(case, QUICK)
     forget()
-    sys.settrace(calls)
-    try:
+    with lines_run(paths) as found:
         assert verdict(case, QUICK).kind == "equal", f"{case} is not equal without a change"
-    finally:
-        sys.settrace(None)
     return found
 
 
@@ -115,7 +99,7 @@ class Bench:
         seconds, costs = [], []
         for n, case in enumerate(cases):
             if n == len(lines):
-                lines.append(lines_run(case, paths))
+                lines.append(lines_of(case, paths))
                 rows = [[sorted(row[p]) for p in paths] for row in lines]
                 kept.write_text(json.dumps({"version": version, "lines": rows}))
             start = time.process_time()

@@ -20,7 +20,6 @@ from fmegatron.bench.works import WORKS, Work, stated_peak, work_of
 from fmegatron.cli import main
 from fmegatron.errors import UserError
 from fmegatron.models import PRESETS, Decoder, DecoderConfig
-from fmegatron.sharding import Sharding
 
 CPU = torch.device("cpu")
 LLAMA = Work("llama", DecoderConfig(vocab=96, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=32), 2, 16)
@@ -356,7 +355,6 @@ def same(contenders):
         assert curve == pytest.approx(curves[0], rel=1e-6)
 
 
-@pytest.mark.skipif(not hasattr(Sharding, "fp8"), reason="equations do not run in fp8")
 @pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed"])
 def test_fp8_contenders_are_near_bfloat16(recipe):
     exact, rounded = (

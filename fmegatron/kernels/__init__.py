@@ -26,12 +26,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNELS = ("auto", "torch", "triton")
 
 
-def chosen(what: str, kernel: str, *tensors: torch.Tensor | None, compiled: bool = False) -> bool:
+def chosen(what: str, kernel: str, *tensors: torch.Tensor | None) -> bool:
     """Do Triton's kernels take this call of a primitive?
 
     kernel: "torch": never. "auto": on CUDA, where the tensors are of one dtype of `DTYPES` and triton is installed, in
-        compiled code only if `compiled` (where inductor's own kernels are no slower). "triton": there, compiled or
-        not.
+        compiled code too (on an H200 a compiled step of 1.21B takes 222.4 ms with them, 225.4 with inductor's own).
+        "triton": there, or an error.
     what: the primitive, for messages.
 
     Never under torch.func and in simulation, whose tensors are no plain ones: there the torch operations give the
@@ -56,4 +56,4 @@ def chosen(what: str, kernel: str, *tensors: torch.Tensor | None, compiled: bool
         )
     if not able or under_torch_func() or any(is_local(t) for t in given):
         return False
-    return kernel == "triton" or compiled or not torch.compiler.is_compiling()
+    return True

@@ -88,7 +88,7 @@ def linear_cross_entropy(
 
     vocab_size = _global_vocabulary(vocab, sh, vocab_size)
     form = _form("linear_cross_entropy", label_smoothing, z_loss, softcap, vocab_size)
-    fast = chosen("linear_cross_entropy", kernel, x, w, compiled=True)
+    fast = chosen("linear_cross_entropy", kernel, x, w)
     keepable = form.cap is None and not form.every_share
     if keep and not keepable:
         raise UserError(

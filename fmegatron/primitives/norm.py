@@ -141,7 +141,6 @@ def add_layer_norm(
     return total, layer_norm(total, weight, bias, eps=eps, kernel="torch")
 
 
-COMPILED = True  # in compiled code too: 222.4 ms for a step of 1.21B against 225.4 with inductor's own (H200)
 MOST_COLUMNS = 16384  # of a row that a kernel holds
 
 
@@ -149,7 +148,7 @@ def _by_kernel(what: str, kernel: str, x: torch.Tensor, *others: torch.Tensor | 
     """Does Triton's kernel take these?"""
     y = others[0] if what.startswith("add") else None
     fits = x.ndim >= 1 and x.shape[-1] <= MOST_COLUMNS and (y is None or y.shape == x.shape)
-    return fits and chosen(what, kernel, x, *others, compiled=COMPILED)
+    return fits and chosen(what, kernel, x, *others)
 
 
 def _check_bias(what: str, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:

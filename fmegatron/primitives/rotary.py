@@ -260,14 +260,9 @@ def _check_table(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         )
 
 
-COMPILED = True  # in compiled code too: 222.4 ms for a step of 1.21B against 225.4 with inductor's own (H200)
-
-
 def _fast(kernel: str, cos: torch.Tensor, sin: torch.Tensor, *xs: torch.Tensor) -> bool:
     """Does Triton's kernel take these, with a table for each token?"""
-    if not chosen("apply_rotary", kernel, *xs, compiled=COMPILED) or not chosen(
-        "apply_rotary", kernel, cos, sin, compiled=COMPILED
-    ):
+    if not chosen("apply_rotary", kernel, *xs) or not chosen("apply_rotary", kernel, cos, sin):
         return False
     table = (*xs[0].shape[:2], cos.shape[-1])
     each = cos.shape in (table, table[1:])

@@ -27,6 +27,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from tests.mutants.changes import Change, Source, with_change
+from tests.mutants.lines import lines_run
 
 pools: Any = importlib.import_module("fmegatron.testing.processes")
 
@@ -156,15 +157,12 @@ def in_child(body: Callable[[Any], None], limit: float) -> Iterator[list[dict[st
 
 
 class _Forking:
-    """`multiprocessing` for the pool of processes, with fork in place of spawn. `folder`: where ranks write the lines that
-    they ran."""
+    """`multiprocessing` for the pool of processes, with fork in place of spawn. found, folder: the lines that this process
+    has run, and where ranks write those that they ran."""
 
-    def __init__(self, folder: str = ""):
-        self.context, self.connection, self.folder = (
-            multiprocessing.get_context("fork"),
-            multiprocessing.connection,
-            folder,
-        )
+    def __init__(self, found: dict[str, set[int]] | None = None, folder: str = ""):
+        self.context, self.connection = multiprocessing.get_context("fork"), multiprocessing.connection
+        self.found, self.folder = found, folder
 
     def get_context(self, _: str) -> _Forking:
         return self
@@ -173,37 +171,15 @@ class _Forking:
         return self.context.Pipe()
 
     def Process(self, *, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> Any:
-        return self.context.Process(target=_rank, args=(self.folder, target, args), daemon=daemon)
+        def rank() -> None:
+            try:
+                target(*args)
+            finally:
+                if self.found is not None:
+                    rows = {p: sorted(some) for p, some in self.found.items()}
+                    Path(self.folder, f"{os.getpid()}.json").write_text(json.dumps(rows))
 
-
-def _rank(folder: str, target: Callable[..., None], args: tuple[Any, ...]) -> None:
-    if folder:
-        sys.settrace(_calls)
-    try:
-        target(*args)
-    finally:
-        sys.settrace(None)
-        if folder:
-            rows = {p: sorted(some) for p, some in _found.items()}
-            Path(folder, f"{os.getpid()}.json").write_text(json.dumps(rows))
-
-
-# {path: lines that this process ran}
-_found: dict[str, set[int]] = {}
-
-
-def _lines(frame: Any, event: str, _: Any) -> Any:
-    if event == "line":
-        _found[frame.f_code.co_filename].add(frame.f_lineno)
-    return _lines
-
-
-def _calls(frame: Any, event: str, _: Any) -> Any:
-    there = _found.get(frame.f_code.co_filename)
-    if there is None:
-        return None
-    there.add(frame.f_lineno)
-    return _lines
+        return self.context.Process(target=rank, daemon=daemon)
 
 
 def _passes(item: pytest.Item) -> tuple[bool, bool]:
@@ -213,22 +189,18 @@ def _passes(item: pytest.Item) -> tuple[bool, bool]:
 
 
 def _traced(item: pytest.Item, paths: Sequence[str], stream: Any) -> None:
-    _found.update({p: set() for p in paths})
     with tempfile.TemporaryDirectory() as folder:
-        pools.multiprocessing = _Forking(folder)
         start = time.monotonic()
-        sys.settrace(_calls)
-        try:
+        with lines_run(paths) as found:
+            pools.multiprocessing = _Forking(found, folder)
             good, run = _passes(item)
-        finally:
-            sys.settrace(None)
         seconds = time.monotonic() - start
         for pool in list(pools._pools.values()):
             pool.close()
         for file in Path(folder).glob("*.json"):
             for path, some in json.loads(file.read_text()).items():
-                _found[path].update(some)
-    rows = {p: sorted(some) for p, some in _found.items() if some}
+                found[path].update(some)
+    rows = {p: sorted(some) for p, some in found.items() if some}
     print(json.dumps({"passed": good and run, "seconds": seconds, "lines": rows}), file=stream)
 
 

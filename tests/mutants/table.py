@@ -266,7 +266,7 @@ LOSS = (
     mutant(
         "the loss that is logged is the last microbatch's",
         "transformers #35203, torchtitan #2366: the value, not its gradient, is off by the accumulation",
-        (f"{ACCUMULATE}:_Sums._both", "_Summand(a.x + b.x, b.steps)", "_Summand(b.x, b.steps)"),
+        (f"{ACCUMULATE}:Sums._both", "_Summand(a.x + b.x, b.steps)", "_Summand(b.x, b.steps)"),
     ),
     mutant(
         "label smoothing by the local vocabulary",
