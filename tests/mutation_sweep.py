@@ -319,9 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 Pair = tuple[Change, Source]
 
 
-def _in_jobs(
-    todo: Sequence[Pair], tried: Callable[[Change, Source], Found], jobs: int, out: Path, version: str
-) -> None:
+def _in_jobs(todo: Sequence[Pair], tried: Callable[[Change, Source], Found], jobs: int, out: Path) -> None:
     """Tries all of them, so many at a time; results go to the file one by one."""
     workers = []
     for job in range(jobs):
