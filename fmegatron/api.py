@@ -18,6 +18,9 @@ from fmegatron.loss_scale import LossScale, LossScaling, dynamic_loss_scale, sta
 from fmegatron.mesh import Mesh, make_mesh
 from fmegatron.offload import offloaded
 from fmegatron.padding import shard_batch
+from fmegatron.parallel.pipeline import Ends, Pipeline, find_ends, inside_stage, pipeline
+from fmegatron.parallel.schedules import make_schedule
+from fmegatron.parallel.stages import parse_layout
 from fmegatron.precision import Precision
 from fmegatron.random import Key, fold_in, key
 from fmegatron.random import split as split_key
@@ -44,6 +47,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Ctx",
+    "Ends",
     "Invariant",
     "Key",
     "LossScale",
@@ -52,6 +56,7 @@ __all__ = [
     "NonFiniteError",
     "Param",
     "Partial",
+    "Pipeline",
     "Precision",
     "Replicate",
     "Rules",
@@ -72,14 +77,17 @@ __all__ = [
     "dynamic_loss_scale",
     "evaluate",
     "everything",
+    "find_ends",
     "fold_in",
     "infer_over",
     "init",
+    "inside_stage",
     "is_first_process",
     "join_processes",
     "key",
     "leave_processes",
     "make_mesh",
+    "make_schedule",
     "names",
     "normal",
     "nothing",
@@ -87,7 +95,9 @@ __all__ = [
     "offloaded",
     "ones",
     "optim",
+    "parse_layout",
     "per_rank",
+    "pipeline",
     "placements",
     "random",
     "remat",

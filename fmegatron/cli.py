@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fmegatron import config as settings
-from fmegatron.config import ExportConfig, GenerateConfig, PreprocessConfig, TrainConfig, nearest_name
+from fmegatron.config import ExportConfig, PreprocessConfig, TrainConfig, nearest_name
 from fmegatron.errors import UserError
+from fmegatron.generate_settings import GenerateConfig
 from fmegatron.launch import is_first_process, launch, report_error
 from fmegatron.preflight import check_settings, check_train
 
@@ -65,6 +66,8 @@ def describe(arguments: Sequence[str]) -> int | None:
 def generate(arguments: Sequence[str]) -> int | None:
     """Continue prompts with a trained model."""
     config = parse(GenerateConfig, "generate", arguments)
+    if config.ranks() > 1 and "RANK" not in os.environ:
+        return launch([sys.executable, "-m", "fmegatron", "generate", *arguments], config.ranks())
     from fmegatron.generate import run
 
     return run(config)

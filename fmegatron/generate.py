@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,20 @@ import torch
 from torch import Tensor
 
 from fmegatron import checkpoint, random, tree
-from fmegatron.config import GenerateConfig
+from fmegatron.checkpoint.ranks import is_first
 from fmegatron.context import Ctx
 from fmegatron.data import load_tokenizer
 from fmegatron.errors import UserError
+from fmegatron.generate_settings import PIPELINE, GenerateConfig
+from fmegatron.launch import close_distributed, init_distributed
+from fmegatron.mesh import make_mesh
 from fmegatron.models import Decoder, config_from_dict, load_hf
 from fmegatron.models import safetensors_files as files
+from fmegatron.models.hf import model_of
+from fmegatron.parallel.pipeline import Pipeline, pipeline
+from fmegatron.parallel.pipeline_load import load_held
+from fmegatron.parallel.schedules import make_schedule
+from fmegatron.parallel.stages import parse_layout
 from fmegatron.precision import Precision, dtype_of
 from fmegatron.sharding import Sharding
 from fmegatron.spec import abstract
@@ -41,6 +50,7 @@ def generate_tokens(
 ) -> list[list[int]]:
     """New token ids for each prompt, at most `tokens`, up to and without `eod`.
 
+    model: with `cache` and `cached`; a `Pipeline` of one has them too, whose ranks must all call this alike.
     prompts: token ids, of unequal length at will (the shorter ones are padded on the left; the padding is never seen).
     temperature: divides the logits; 0 takes the likeliest token. top_k, top_p: draw among the likeliest only.
     seed: the draws of row r, step t are a function of (seed, r, t).
@@ -51,7 +61,8 @@ def generate_tokens(
     """
     _check(prompts, tokens, temperature, top_k, top_p)
     sh = sh or Sharding()
-    device = next(t.device for t in _tensors(params))
+    held = _tensors(params)
+    device = held[0].device if held else model.mesh.device  # of a pipeline's rank that holds nothing
     longest = max(map(len, prompts))
     if (room := most_tokens(model, longest)) < tokens:
         if not room:
@@ -151,29 +162,49 @@ def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = False) -> list[in
     return ids or [tokenizer.eod]
 
 
+def model_of_run(path: str) -> Decoder:
+    """The model of a run folder, one checkpoint, or a folder of Hugging Face transformers. Raises UserError for a path
+    that is none of these."""
+    if is_hf_folder(path):
+        return model_of(path)
+    return Decoder(config_from_dict(checkpoint.read_meta(path)["model"]))
+
+
+def saved_format(path: str) -> torch.dtype:
+    """The dtype of the parameters in a run folder, one checkpoint, or a folder of Hugging Face transformers."""
+    if not is_hf_folder(path):
+        return checkpoint.saved_dtype(path, "params.embed")
+    first = next(iter(files.tensors_of(Path(path)).values()), None)
+    return torch.float32 if first is None else files.DTYPES.get(first.code, torch.float32)
+
+
 def load_run(
-    path: str, *, device: torch.device, dtype: torch.dtype | None = None, weights: str = "params"
+    path: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    weights: str = "params",
+    held: Callable[[Any], Any] | None = None,
 ) -> tuple[Decoder, Any, Any, Path]:
     """(model, parameters on one device, tokenizer, folder of the weights) of a run folder, one checkpoint, or a folder
     of Hugging Face transformers.
 
     weights: "params", or "ema": the moving average that a run with --optim.ema keeps.
-    dtype: None: as saved. Raises UserError for a path that is none of these, and averages that are not there.
+    dtype: None: as saved.
+    held: of a tree like the model's parameters what this rank of a pipeline holds (`Pipeline.held`): no more is read.
+    Raises UserError for a path that is none of these, and averages that are not there.
     """
     if is_hf_folder(path):
         if weights != "params":
             raise UserError(f"--weights {weights}: {path} is a Hugging Face folder, which holds one set of weights")
-        first = next(iter(files.tensors_of(Path(path)).values()), None)
-        as_saved = None if first is None else files.DTYPES.get(first.code)
-        model, params = load_hf(path, dtype=dtype or as_saved, device=device)
+        options: dict[str, Any] = {"dtype": dtype or saved_format(path), "device": device}
+        model, params = load_hf(path, **options) if held is None else load_held(path, held, **options)
         return model, params, load_tokenizer(path), Path(path)
     folder = checkpoint.resolve(path)
-    meta = checkpoint.read_meta(folder)
-    sizes = config_from_dict(meta["model"])
-    model = Decoder(sizes)
-    saved = checkpoint.saved_dtype(folder, "params.embed")
+    model = model_of_run(str(folder))
+    saved = saved_format(str(folder))
     load = load_averages if weights == "ema" else load_params
-    params = load(folder, model, device)
+    params = load(folder, model, device, held)
     params = tree.tree_map(lambda t: t.to(dtype or saved), params)
     return model, params, load_tokenizer(tokenizer_of(folder)), folder
 
@@ -190,19 +221,19 @@ def tokenizer_of(folder: Path) -> Path:
     return folder.parent.parent / checkpoint.read_meta(folder)["tokenizer"]
 
 
-def load_params(folder: Path, model: Decoder, device: torch.device) -> Any:
-    """The parameters of a checkpoint, whole, in the dtype in which they were saved."""
+def load_params(folder: Path, model: Decoder, device: torch.device, held: Callable[[Any], Any] | None = None) -> Any:
+    """The parameters of a checkpoint, whole or what this rank holds, in the dtype in which they were saved."""
     saved = checkpoint.saved_dtype(folder, "params.embed")
-    return checkpoint.load_part(folder, "params", _abstract(model, saved), device=device)
+    return checkpoint.load_part(folder, "params", _abstract(model, saved, held), device=device)
 
 
-def load_averages(folder: Path, model: Decoder, device: torch.device) -> Any:
+def load_averages(folder: Path, model: Decoder, device: torch.device, held: Callable[[Any], Any] | None = None) -> Any:
     """The averaged weights of a checkpoint of a run with --optim.ema."""
     if f"{AVERAGES}.embed" not in checkpoint.info(folder).tensors:
         raise UserError(
             f"--weights ema: {folder} has no averaged weights: leave --weights out, or train with --optim.ema 0.999"
         )
-    like: Any = _abstract(model, checkpoint.saved_dtype(folder, f"{AVERAGES}.embed"))
+    like: Any = _abstract(model, checkpoint.saved_dtype(folder, f"{AVERAGES}.embed"), held)
     for name in reversed(AVERAGES.split(".")):
         like = {name: like}
     state = checkpoint.load(folder, like, strict=False, device=device)
@@ -211,18 +242,41 @@ def load_averages(folder: Path, model: Decoder, device: torch.device) -> Any:
     return state
 
 
-def _abstract(model: Decoder, dtype: torch.dtype) -> Any:
-    return abstract(model.spec(), sh=Sharding(precision=Precision(params=dtype)))
+def _abstract(model: Decoder, dtype: torch.dtype, held: Callable[[Any], Any] | None) -> Any:
+    spec = model.spec() if held is None else held(model.spec())
+    return abstract(spec, sh=Sharding(precision=Precision(params=dtype)))
+
+
+def over_stages(config: GenerateConfig, model: Decoder, device: torch.device) -> Pipeline:
+    """The ranks of --mesh pp=N as a pipeline of the model. Raises UserError for stages that do not fit."""
+    ranks = config.ranks()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != ranks:
+        raise UserError(f"--mesh {config.mesh} is of {ranks} processes, but there are {world}: start as many")
+    stages = None if config.stages is None else parse_layout(config.stages, layers=model.config.layers)
+    mesh = make_mesh(f"{PIPELINE}={ranks}", device=device.type)
+    return pipeline(model, make_schedule("gpipe", ranks, 1), mesh=mesh, axis=PIPELINE, assignment=stages)
 
 
 def run(config: GenerateConfig) -> int:
     """`fmegatron generate`."""
-    from fmegatron.launch import init_distributed
-
     _check([[0]], config.tokens, config.temperature, config.top_k, config.top_p)
     device = init_distributed(config.device)
-    dtype = None if config.dtype is None else dtype_of(config.dtype)
-    model, params, tokenizer, _ = load_run(config.checkpoint, device=device, dtype=dtype, weights=config.weights)
+    try:
+        return run_here(config, device)
+    finally:
+        close_distributed()
+
+
+def run_here(config: GenerateConfig, device: torch.device) -> int:
+    """`run` on the ranks of a process group that exists already, or on one process. The first rank prints."""
+    dtype = saved_format(config.checkpoint) if config.dtype is None else dtype_of(config.dtype)
+    pipe = None if config.mesh is None else over_stages(config, model_of_run(config.checkpoint), device)
+    held = None if pipe is None else pipe.held
+    whole, params, tokenizer, _ = load_run(
+        config.checkpoint, device=device, dtype=dtype, weights=config.weights, held=held
+    )
+    model: Any = whole if pipe is None else pipe
     special = is_hf_folder(config.checkpoint)  # as transformers does
     prompts = [prompt_ids(tokenizer, p, special=special) for p in config.prompt]
     options: dict[str, Any] = {
@@ -232,16 +286,17 @@ def run(config: GenerateConfig) -> int:
         "top_p": config.top_p,
         "seed": config.seed,
         "eod": tokenizer.eod,
-        "sh": Sharding(precision=Precision(params=next(t.dtype for t in _tensors(params)))),
+        "sh": Sharding(precision=Precision(params=dtype)),
     }
-    if config.stream and len(prompts) == 1:
+    prints = is_first()
+    if config.stream and len(prompts) == 1 and prints:
         print(config.prompt[0], end="", flush=True)
         printer = Printer(tokenizer, prompts[0])
         generate_tokens(model, params, prompts, on_token=printer, **options)
         printer.finish()
         return 0
     found = generate_tokens(model, params, prompts, **options)
-    for text, prompt, new in zip(config.prompt, prompts, found, strict=True):
+    for text, prompt, new in zip(config.prompt, prompts, found, strict=True) if prints else ():
         if len(prompts) > 1:
             print("-" * 20)
         print(text + continuation(tokenizer, prompt, new))

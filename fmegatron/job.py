@@ -41,6 +41,7 @@ from fmegatron.padding import held_positions, overwritten
 from fmegatron.parallel.context import factoring
 from fmegatron.parallel.legality import FLAGS, check_layout, flags
 from fmegatron.parallel.pipeline import Pipeline, inside_stage, pipeline
+from fmegatron.parallel.pipeline_load import load_held
 from fmegatron.parallel.schedules import make_schedule
 from fmegatron.parallel.stages import parse_layout
 from fmegatron.precision import Precision, dtype_of
@@ -274,18 +275,21 @@ def first_extras(run: Run) -> Any:
 
 
 def load_pretrained(config: TrainConfig, run: Run) -> Any:
-    """The parameters of --init-from. Raises UserError for a folder whose tensors are not those of its config.json."""
+    """The parameters of --init-from that this rank holds; it reads no others. Raises UserError for a folder whose tensors
+    are not those of its config.json."""
     assert config.init_from is not None
-    _, params = load_hf(
-        config.init_from,
-        sh=run.sh,
-        device=run.setup.device,
-        vocab=run.model.config.vocab,
-        seed=config.seed,
-        ignore_fields=ignored_fields(config),
+    # without the other overrides, none of which changes a parameter
+    options: dict[str, Any] = {
+        "sh": run.sh,
+        "device": run.setup.device,
+        "vocab": run.model.config.vocab,
+        "seed": config.seed,
+        "ignore_fields": ignored_fields(config),
         **{name: getattr(run.model.config, name) for name in FUSED},
-    )  # without the other overrides, none of which changes a parameter
-    return params if run.pipe is None else run.pipe.held(params)
+    }
+    if run.pipe is not None:
+        return load_held(config.init_from, run.pipe.held, **options)[1]
+    return load_hf(config.init_from, **options)[1]
 
 
 def abstract_state(config: TrainConfig, run: Run, *, scaled: bool | None = None, extras: Any = None) -> TrainState:
@@ -297,9 +301,8 @@ def abstract_state(config: TrainConfig, run: Run, *, scaled: bool | None = None,
     params = abstract(run.spec, sh=run.sh)
     scaled = run.scaling is not None if scaled is None else scaled
     scale = LossScale(0.0, 0, 0, 0) if scaled else None
-    return TrainState(0, params, run.optimizer.init(params), random.key(0), extras, scale)
     opt = run.optimizer.init(params)
-    return TrainState(0, params, on_host(opt) if config.offload_optimizer else opt, random.key(0), loss_scale=scale)
+    return TrainState(0, params, on_host(opt) if config.offload_optimizer else opt, random.key(0), extras, scale)
 
 
 class Batches:

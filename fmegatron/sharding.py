@@ -363,14 +363,6 @@ class Sharding:
                 y = w.view_as(w)
         return self.check.parameter(w, y, param, target) if self.check else y
 
-    def enter(self, w: torch.Tensor, param: Param) -> torch.Tensor:
-        """The forward half of `use` on one local leaf, without a gradient."""
-        w = w.detach().to(self.compute_dtype(param))
-        if self.mesh is not None:
-            for step in self._uses(param)[0]:
-                w = run_step(w, self.mesh, step)
-        return w
-
     def leave(self, g: torch.Tensor, param: Param) -> torch.Tensor:
         """The backward half of `use` on the gradient of one leaf: summed, and in the layout and dtype at rest."""
         if self.mesh is not None:

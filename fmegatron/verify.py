@@ -4,6 +4,7 @@ Draws layouts, checks each against one device, prints a table, and ends with exi
 where one fails.
 
     fmegatron verify llama --world 8                                      # simulated ranks, on CPU, in float64
+    fmegatron verify llama --world 4 --engine processes                   # gloo processes, and pipelines as well
     fmegatron verify llama --world 8 --device cuda                        # the same on one GPU,
     fmegatron verify llama --world 8 --device cuda --dtype bfloat16       # and with its kernels for half precision
 """
@@ -25,9 +26,12 @@ from fmegatron.errors import UserError
 
 # What a way to run the ranks cannot show, by (engine, device).
 NOT_COVERED = {
-    ("simulated", "cpu"): "real processes, messages between them and their order (--engine processes has these), GPUs",
+    (
+        "simulated",
+        "cpu",
+    ): "pipelines, real processes, messages between them and their order (--engine processes has these), GPUs",
     ("simulated", "cuda"): (
-        "NCCL, messages from rank to rank (a ring's are copies here), streams and so what overlaps in time, CUDA graphs, "
+        "pipelines, NCCL, messages from rank to rank (a ring's are copies here), streams and so what overlaps in time, CUDA graphs, "
         "the memory of one rank, Python that differs by rank; for these use torchrun and --engine processes"
     ),
     ("processes", "cpu"): "GPUs and NCCL; for these start it by torchrun, a GPU a rank, with --device cuda",
@@ -60,8 +64,9 @@ class VerifyConfig:
     """Precision of the ranks; one device always computes in float64."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where simulated ranks compute: all of them on one GPU."""
-    axes: str = "dp,fsdp,cp,tp"
-    """Mesh axes to draw from; leave out what the model cannot use."""
+    axes: str | None = None
+    """Mesh axes to draw from; leave out what the model cannot use. None: dp,fsdp,cp,tp, and with the engine processes pp
+    too, if the model has embed, block and head."""
     ledger: bool = False
     """Print the collectives of each layout's step too."""
     full: bool = False
@@ -100,7 +105,7 @@ def run(config: VerifyConfig) -> int:
     if config.layout is not None:
         cases, every, legal = [Case(config.model, Layout.parse(config.layout))], None, None
     else:
-        axes = tuple(a.strip() for a in config.axes.split(",") if a.strip())
+        axes = _axes(config, models)
         legal = space(models, config.world, axes=axes)
         cases, every = list(legal.cases(config.examples, config.seed)), legal.pairs()
     if config.device == "cuda" and config.engine == "simulated":
@@ -163,6 +168,21 @@ def _models(text: str) -> list[str]:
 
     find_model(text)
     return [text] if ":" in text or "," in text else variants(text)
+
+
+def _axes(config: VerifyConfig, models: Sequence[str]) -> tuple[str, ...]:
+    """The axes to draw from."""
+    from fmegatron.testing.models import find_model
+    from fmegatron.testing.program import program_of
+    from fmegatron.testing.strategies import AXES, PIPELINE_AXES
+
+    if config.axes is None:
+        stages = config.engine == "processes" and all(program_of(find_model(m)).has_stages for m in models)
+        return PIPELINE_AXES if stages else AXES
+    found = tuple(a.strip() for a in config.axes.split(",") if a.strip())
+    if "pp" in found and config.engine != "processes":
+        raise UserError(f"--axes {config.axes}: only the engine processes runs pipelines: give --engine processes")
+    return found
 
 
 def _checked(config: VerifyConfig, cases: Sequence[Any]) -> Iterator[Row]:

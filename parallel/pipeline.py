@@ -42,7 +42,7 @@ from fmegatron.errors import UserError
 from fmegatron.grad import Trainable, as_at_rest, higher_order, to_local, trainable_leaves, unscaled
 from fmegatron.mesh import Mesh
 from fmegatron.optim.norm import sum_of_squares
-from fmegatron.parallel import schedule_text
+from fmegatron.parallel import pipeline_generate, schedule_text
 from fmegatron.parallel.alarm import Alarm
 from fmegatron.parallel.pipeline_stage import (
     Ends,
@@ -114,7 +114,7 @@ def pipeline(
     f.spec is what this rank holds, a part of the model's spec with the same names; params, gradients and optimizer state
     have its structure. Every rank of `axis` gets the same rows of the batch. total and metrics are equal on all ranks;
     f.norm(gradients) is the global norm over all stages. f.evaluate is the same without gradients. f.log is what the
-    last call did.
+    last call did. `fmegatron.generate.generate_tokens` takes f in place of a model that has `cached`.
 
     Raises UserError for a schedule of other sizes, one that is not complete or would hang (ScheduleError), or differs
     between ranks; and, on all ranks within seconds, what any rank raises in a step (RankFailed elsewhere, with that
@@ -236,6 +236,27 @@ class Pipeline:
         with Alarm(self._stop) as alarm, torch.no_grad():
             found = _Forwards(self, alarm, params, batch, ctx).run()
         return {name: (total, found["weights"][name]) for name, total in found["sums"].items()}
+
+    @property
+    def config(self) -> Any:
+        """The model's sizes, where it has them."""
+        return getattr(self.model, "config", None)
+
+    def cache(self, rows: int, slots: int, **options: Any) -> Any:
+        """This rank's part of the model's cache: room for the keys and values of its own layers."""
+        whole = self.model.cache(rows, slots, **{**options, "device": "meta"})
+        mine = {i: whole[i] for i in self.spec["layers"]}
+        return tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=options.get("device", "cpu")), mine)
+
+    def cached(
+        self, params: Any, tokens: Tensor, cache: Any, start: int, ctx: Ctx | None = None, **batch: Any
+    ) -> Tensor:
+        """The model's `cached` through the stages: the logits behind `tokens`, on all ranks, each of which must call it.
+
+        Raises UserError for a model without `cached`, and on a mesh with other axes than this one."""
+        ctx = Ctx() if ctx is None else ctx
+        self._check_call(params, tokens, ctx)
+        return pipeline_generate.cached(self, params, tokens, cache, start, ctx, batch)
 
     def norm(self, values: Any) -> Tensor:
         """The 2-norm of all elements of all stages, of a tree like this rank's parameters: tied ones count once. A 0-d

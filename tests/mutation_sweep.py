@@ -398,8 +398,9 @@ def _equivalent(found: Found) -> bool:
 
 
 def reason_for(found: Found) -> str | None:
-    """Why a change cannot be seen, or is not; by the first pattern that fits its text."""
-    return next((why for p, why in SURVIVORS.items() if fnmatch(found.text, p.replace("[", "[[]"))), None)
+    """Why a change cannot be seen, or is not; by the first pattern that fits its text, or its text with its number."""
+    texts = found.text, found.id
+    return next((why for p, why in SURVIVORS.items() if any(fnmatch(t, p.replace("[", "[[]")) for t in texts)), None)
 
 
 if __name__ == "__main__":

@@ -439,7 +439,11 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 def test_cuda_equal_to_torch(our, their, dtype):
     params, gradients = made(0, dtype, device="cuda"), [made(i, dtype, device="cuda") for i in range(1, 7)]
     got, _ = ours(our(), params, gradients)
-    same(got, theirs(lambda g: their(g, fused=True), params, gradients))
+    want = theirs(lambda g: their(g, fused=True), params, gradients)
+    if dtype == torch.float64:
+        same(got, want)
+    else:
+        close(got, want, 1e-6)  # our own kernel rounds in another order
 
 
 @pytest.mark.gpu

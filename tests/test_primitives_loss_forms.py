@@ -375,8 +375,9 @@ def test_memory_on_cuda(form):
     x, w = (torch.randn(16384, n, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (64, 64))
     x, labels = x[None], torch.randint(32768, (1, 16384), device="cuda")
     w = torch.randn(32768, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x[:, :128] @ w.t()  # cuBLAS takes its workspace
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    torch.autograd.grad(linear(x, w, labels, tied=True, chunk=128, **form).sum(), (x, w))
+    torch.autograd.grad(linear(x, w, labels, tied=True, chunk=128, keep=False, **form).sum(), (x, w))
     chunk = 128 * 32768 * 4
     assert torch.cuda.max_memory_allocated() - before < 3.5 * chunk + 3 * w.numel() * 4 + 2 * x.nbytes

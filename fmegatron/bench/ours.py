@@ -120,11 +120,32 @@ def _contender(
     whole = train_step(model.loss, shared.optimizer, weights=model.weights, **options)
     whole = cuda_graph(whole) if graph else whole
 
-    def gradients() -> tuple[Tensor, list[Tensor]]:
-        now = sh if precision.fp8 is None else scaling.begin(sh, shared.extras, spec=shared.spec)
+    def forward_backward(extras: Any) -> tuple[Tensor, Any, list[Tensor]]:
+        now = sh if precision.fp8 is None else scaling.begin(sh, extras, spec=shared.spec)
         (loss, _), grads = one(shared.params, batch, Ctx(sh=now))
-        shared.extras = shared.extras if precision.fp8 is None else scaling.end(now, shared.extras)
-        return loss, [g for g in tree.leaves(grads) if g is not None]
+        extras = extras if precision.fp8 is None else scaling.end(now, extras)
+        return loss, extras, [g for g in tree.leaves(grads) if g is not None]
+
+    found: list[Tensor] = []  # gradients in the memory of the recording, which every play overwrites
+
+    def kept(state: Any, batch: Any) -> tuple[Any, Any]:
+        loss, extras, found[:] = forward_backward(state["extras"])
+        return {**state, "extras": extras}, {"loss": loss}
+
+    recorded = [cuda_graph(kept)] if graph else []
+
+    def gradients() -> tuple[Tensor, list[Tensor]]:
+        if recorded:
+            state, metrics = recorded[0]({"params": shared.params, "extras": shared.extras}, batch)
+            shared.extras = state["extras"]
+            return metrics["loss"], found
+        loss, shared.extras, grads = forward_backward(shared.extras)
+        return loss, grads
+
+    def prepare() -> None:
+        recorded.clear()  # its memory is nobody else's
+        found.clear()
+        shared.prepare()
 
     def step() -> Tensor:
         assert shared.state is not None
@@ -143,5 +164,5 @@ def _contender(
             f"{precision.fp8.recipe}, backend {precision.fp8.backend}, kept in bf16: {', '.join(precision.fp8.keep)}"
         )
     if graph:
-        notes["whole step"] = "a CUDA graph; forward and backward alone are not"
-    return Contender(f"fmegatron {mode}{where}", gradients, shared.prepare, step, shared.held, notes=notes)
+        notes["recorded"] = "forward and backward, and the whole step, each as a CUDA graph"
+    return Contender(f"fmegatron {mode}{where}", gradients, prepare, step, shared.held, notes=notes)

@@ -35,9 +35,14 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, *, native: bool, fast: 
 def multiply_blocks(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """The product of operands with scales of blocks: an operation of its own because torch, while it traces, refuses such
     scales of torch._scaled_mm."""
-    return torch._scaled_mm(
-        a, b.t(), scale_a=laid_out(scale_a, a), scale_b=laid_out(scale_b, b).t(), out_dtype=dtype, use_fast_accum=False
-    )
+    for padded in (True, False):  # torch 2.11 refuses padded rows of scales, later versions refuse others
+        scales = laid_out(scale_a, a, padded=padded), laid_out(scale_b, b, padded=padded).t()
+        try:
+            return torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype, use_fast_accum=False)
+        except RuntimeError as error:
+            if not padded or "scaling configuration" not in str(error):
+                raise
+    raise AssertionError
 
 
 @multiply_blocks.register_fake

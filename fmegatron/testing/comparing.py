@@ -28,6 +28,7 @@ FLOOR = 1e-3
 FACTOR = 3.0
 FEW = 16  # numbers of a tree, whose mean error is one of a few samples
 TINY = 1e-300
+EVERYWHERE = ("loss", "norms")  # what every rank has, whatever stages it holds
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,12 @@ def differences(
     parts: int = 1,
     dtype: torch.dtype = torch.float32,
     dims: Mapping[str, str] | None = None,
+    stages: bool = False,
 ) -> list[Difference]:
     """The difference of every leaf. want: of one device in float64. low: of one device in the ranks' precision, for the
     bound of a lower precision; parts: into how many a sum may be cut; dtype: in which the ranks compute. dims:
-    {parameter: its dims}, for messages."""
+    {parameter: its dims}, for messages. stages: each rank has the parameters of its stages of a pipeline alone, and all
+    of them together must have every parameter whole."""
     found, dims = [], dims or {}
     for what, leaves in want.items():
         floor = FLOOR * _norm([p.value for p in leaves.values()]) / math.sqrt(max(1, len(leaves)))
@@ -79,7 +82,7 @@ def differences(
             allowed = _allowed(leaves, low[what], scales, parts, dtype)
         for name, piece in leaves.items():
             pieces = [outcome[what].get(name) for outcome in ranks]
-            error, rank = _off(pieces, piece.value.double())
+            error, rank = _off(pieces, piece.value.double(), some=stages and what not in EVERYWHERE)
             mine = ranks[rank][what].get(name)
             shown = mine.placements if mine else ""
             shape = tuple(piece.value.shape)
@@ -99,12 +102,16 @@ def _allowed(
     return {n: grow * max(errors[n] / scales[n], whole, least) for n in want}
 
 
-def _off(pieces: Sequence[Piece | None], want: Tensor) -> tuple[float, int]:
+def _off(pieces: Sequence[Piece | None], want: Tensor, *, some: bool = False) -> tuple[float, int]:
     """(‖g - r‖ of the whole leaf, the rank that is furthest off). Of replicas the worst counts; a value that is not
-    finite, has another shape or is missing is infinitely far off."""
+    finite, has another shape or is missing is infinitely far off. some: a rank may lack it, if others have it whole."""
+    if some and sum(math.prod(n for _, n in where) for where in {p.where for p in pieces if p}) < want.numel():
+        return math.inf, 0
     worst: dict[tuple, float] = {}
     off, rank = -1.0, 0
     for r, piece in enumerate(pieces):
+        if some and piece is None:
+            continue
         error = math.inf
         if piece is not None:
             theirs = want

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import random as python_random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fmegatron.testing.layout import MASKS, Layout
-from fmegatron.testing.strategies import AXES, contexts, meshes, remats, stores
+from fmegatron.testing.layout import MASKS, PIPELINE, Layout
+from fmegatron.testing.strategies import AXES, contexts, meshes, pipelines, remats, stores
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 TRIES = 80  # candidates among which the one with most new pairs for its cost is taken
@@ -38,17 +38,20 @@ class Space:
     kv_heads: Mapping[str, int]
     remats: Sequence[str]
     contexts: Mapping[tuple[str, str], Sequence[str]]
+    pipelines: Mapping[tuple[str, str], Sequence[tuple[str, int | None, str]]]
     odd: Sequence[bool] = (False, True)
 
     def draw(self, random: python_random.Random) -> Case:
         model = random.choice(list(self.meshes))
         mesh = random.choice(self.meshes[model])
         sizes = Layout(mesh).axes
-        ways = self.contexts[model, mesh]
+        ways, pipes = self.contexts[model, mesh], self.pipelines[model, mesh]
         order = list(sizes)
         random.shuffle(order)
         mesh = ",".join(f"{a}={sizes[a]}" for a in order)
         zero, store, state = random.choice(stores(mesh))
+        plain, *others = pipes
+        schedule, virtual, stages = random.choice(pipes) if others else plain
         layout = Layout(
             mesh,
             sp="tp" in sizes and random.random() < 0.5,
@@ -57,6 +60,9 @@ class Space:
             state=state,
             context=random.choice(ways),
             micro=random.choice(MICROBATCHES),
+            schedule=schedule,
+            virtual=virtual,
+            stages=stages,
             remat=random.choice(self.remats),
             packed=random.random() < 0.5,
             mask=random.choice(MASKS),
@@ -83,6 +89,9 @@ class Space:
             "mask": layout.mask,
             "odd": layout.odd,
         }
+        if PIPELINE in self.axes:
+            found["schedule"] = layout.schedule if layout.pipelined else ""
+            found["stages"] = (layout.virtual, bool(layout.stages))
         return found | options_of(case.model)
 
     def pairs(self) -> set[Pair]:
@@ -111,10 +120,12 @@ class Space:
             for mesh in legal:
                 sps = (False, True) if "tp" in Layout(mesh).axes else (False,)
                 ways = self.contexts[model, mesh]
-                for (zero, store, state), way, sp, packed in itertools.product(stores(mesh), ways, sps, (False, True)):
-                    yield Case(
-                        model, Layout(mesh, sp=sp, zero=zero, store=store, state=state, context=way, packed=packed)
-                    )
+                every = itertools.product(stores(mesh), ways, sps, (False, True), self.pipelines[model, mesh])
+                for (zero, store, state), way, sp, packed, (schedule, virtual, stages) in every:
+                    made = Layout(mesh, sp=sp, zero=zero, store=store, state=state, context=way, packed=packed)
+                    if made.pipelined:
+                        made = replace(made, schedule=schedule, virtual=virtual, stages=stages)
+                    yield Case(model, made)
 
     def cases(self, examples: int, seed: int) -> Iterator[Case]:
         """Cases with distinct layouts: at least `examples`, and more until every pair of values is there."""
@@ -142,6 +153,7 @@ def space(models: Sequence[str], world: int, *, axes: Sequence[str] = AXES) -> S
     found, kv_heads, by_shape = {}, {}, dict[Any, list[str]]()
     ways: dict[tuple[str, str], tuple[str, ...]] = {}
     ways_by_shape: dict[Any, tuple[str, ...]] = {}
+    pipes: dict[tuple[str, str], list[tuple[str, int | None, str]]] = {}
     policies: tuple[str, ...] = ("everything",)
     for text in models:
         program = program_of(find_model(text))
@@ -154,9 +166,10 @@ def space(models: Sequence[str], world: int, *, axes: Sequence[str] = AXES) -> S
             if (shape, mesh) not in ways_by_shape:
                 ways_by_shape[shape, mesh] = contexts(program, mesh)
             ways[text, mesh] = ways_by_shape[shape, mesh]
+            pipes[text, mesh] = pipelines(program, mesh)
     used = [a for a in axes if any(a in Layout(m).axes for legal in found.values() for m in legal)]
     odd = (False, True) if program_of(find_model(models[0])).fills_up else (False,)
-    return Space(found, used, kv_heads, policies, ways, odd)
+    return Space(found, used, kv_heads, policies, ways, pipes, odd)
 
 
 def cost(layout: Layout) -> float:

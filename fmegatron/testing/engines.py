@@ -1,6 +1,7 @@
 """Two ways to run the ranks of a layout behind one name.
 
-"simulated": all ranks in this process, on CPU or on one GPU; no point-to-point, Python does not differ by rank.
+"simulated": all ranks in this process, on CPU or on one GPU; no point-to-point, Python does not differ by rank, so no
+    pipelines.
 "processes": one process a rank. Started by torchrun, these are its processes, over gloo on CPU and NCCL on GPUs, and every
     one gets all answers; a layout must then have as many ranks as torchrun started:
 
@@ -55,6 +56,11 @@ def check_engine(engine: str, layout: Layout, device: str) -> None:
     if engine not in ENGINES:
         raise UserError(f"engine {engine!r} is not known: use {' or '.join(ENGINES)}")
     if engine == "simulated":
+        if layout.pipelined:
+            raise UserError(
+                f"layout {layout}: the simulated engine runs all ranks as one program, and the stages of a pipeline are "
+                "different ones: use the engine processes"
+            )
         if started_by_torchrun() > 1 and dist.is_initialized():
             raise UserError(f"layout {layout}: this process is a rank of torchrun's: use the engine processes")
         return

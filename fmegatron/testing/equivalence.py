@@ -93,7 +93,9 @@ def compare(
         (low,) = run(program, layout, lower, inputs, reference=True, device=device)
     ranks = run_on(engine, program, layout, job, inputs, device=device)
     dims = {name: p.dims for name, p in params_of(inputs.spec).items()}
-    found = differences(ranks, want, low=low, parts=layout.world * layout.micro, dtype=dtype, dims=dims)
+    found = differences(
+        ranks, want, low=low, parts=layout.world * layout.micro, dtype=dtype, dims=dims, stages=layout.pipelined
+    )
     problems = []
     if "donate" in checks:
         for one in ("parameters", "m", "v"):
@@ -123,7 +125,8 @@ def assert_equivalent(
     model: a Decoder; an object or module with `spec()`, `loss(params, batch, ctx)` and maybe `weights(batch)`; or these
         functions as a tuple (spec, loss) or (spec, loss, weights).
     layout: a `Layout` or its line.
-    engine: "simulated" or "processes" (see `fmegatron.testing.engines`).
+    engine: "simulated" or "processes" (see `fmegatron.testing.engines`); a pipeline, "pp=2,tp=2 schedule=zbv micro=4",
+        needs "processes", and a model with embed, block and head.
     dtype: float64: each leaf to 1e-10 of its norm. float32, bfloat16 (products in bfloat16, parameters and sums of
         gradients in float32): to the bound that `fmegatron.testing.comparing` derives.
     checks: some of "init" (initial values are those of one device), "gradients", "adamw", "sgd", "donate" (bitwise the
@@ -149,7 +152,9 @@ def assert_equivalent(
 def _again(model: Any, layout: Layout) -> str:
     """What to type to check a layout again."""
     text = model_text(model.model if isinstance(model, Program) else model)
-    return f'fmegatron verify {text} --layout "{layout}"' if text else f'assert_equivalent(…, "{layout}")'
+    if not text:
+        return f'assert_equivalent(…, "{layout}"' + (', engine="processes")' if layout.pipelined else ")")
+    return f'fmegatron verify {text} --layout "{layout}"' + (" --engine processes" if layout.pipelined else "")
 
 
 def _precision(dtype: torch.dtype) -> Precision:

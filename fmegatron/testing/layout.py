@@ -11,10 +11,12 @@ from typing import Any
 
 from fmegatron.axes import parse_axes
 from fmegatron.errors import UserError
+from fmegatron.parallel.schedules import SCHEDULES
 from fmegatron.rules import CONTEXTS
 
 DATA = ("dp", "fsdp")  # axes that divide the batch
 STORES = (*DATA, "cp")  # axes over which parameters are used alike, so that they can hold trees at rest
+PIPELINE = "pp"  # the axis on which a model's layers lie
 MASKS = ("full", "uneven", "padded", "row")
 
 
@@ -23,13 +25,17 @@ class Layout:
     """All that a layout says. `str(layout)` is one line, and `Layout.parse` reads it; only what differs from the
     defaults is written, and anything is legal that the model and the batch allow (`why_illegal`).
 
-    mesh: axes in rank order, the last one's ranks adjacent: dp, fsdp (batch rows), cp (sequence), tp.
+    mesh: axes in rank order, the last one's ranks adjacent: pp (layers), dp, fsdp (batch rows), cp (sequence), tp.
     sp: sequence parallelism: between blocks the sequence lies on tp too.
     zero: which trees rest cut over `store`: 0, none; 1, the optimizer's state; 2, gradients too; 3, parameters too.
     store: axes that hold these, joined by "+"; "" means all of dp, fsdp and cp. Fewer of them is hybrid sharding:
         `fsdp=2,dp=2 zero=3 store=fsdp`.
     state: further axes that hold the optimizer's state alone, such as dp there.
     micro: microbatches.
+    schedule: of a pipeline over pp: one of `fmegatron.parallel.schedules.SCHEDULES`.
+    virtual: stages of the model on each rank of pp; None: 2 where the schedule has several, else 1.
+    stages: what each stage holds, in Megatron-LM's notation without spaces, such as Et|tttL; "" means all of them as
+        many layers as can be.
     remat: what blocks keep for their backward: everything, nothing, or names of computations joined by "+".
     context: how attention reads a sequence that the axis cp cuts: gather, ring, ulysses or ulysses+ring.
     packed: each row is several documents.
@@ -45,6 +51,9 @@ class Layout:
     store: str = ""
     state: str = ""
     micro: int = 1
+    schedule: str = "1f1b"
+    virtual: int | None = None
+    stages: str = ""
     remat: str = "everything"
     context: str = "gather"
     packed: bool = False
@@ -62,6 +71,13 @@ class Layout:
             raise UserError(f"layout {self}: context={self.context} is not known: use one of {', '.join(CONTEXTS)}")
         if self.mask not in MASKS:
             raise UserError(f"layout {self}: mask={self.mask} is not known: use one of {', '.join(MASKS)}")
+        if self.schedule not in SCHEDULES:
+            raise UserError(f"layout {self}: schedule={self.schedule} is not known: use one of {', '.join(SCHEDULES)}")
+        for name, there in (("schedule", self.schedule != "1f1b"), ("virtual", self.virtual), ("stages", self.stages)):
+            if there and not self.pipelined:
+                raise UserError(
+                    f"layout {self}: {name}={getattr(self, name)} needs an axis pp in the mesh, such as pp=2"
+                )
         for what in ("store", "state"):
             value = getattr(self, what)
             if value and not self.zero:
@@ -69,7 +85,7 @@ class Layout:
             for name in filter(None, value.split("+")):
                 if name not in self.axes:
                     raise UserError(f"layout {self}: {what}={value} names an axis that the mesh lacks")
-        for name, value in (("micro", self.micro), ("rows", self.rows), ("seq", self.seq)):
+        for name, value in (("micro", self.micro), ("virtual", self.virtual), ("rows", self.rows), ("seq", self.seq)):
             if value is not None and value < 1:
                 raise UserError(f"layout {self}: {name}={value} must be 1 or more")
 
@@ -86,6 +102,17 @@ class Layout:
     def size(self, *names: str) -> int:
         """The product of the sizes of some axes; an absent one counts as 1."""
         return math.prod(self.axes.get(n, 1) for n in names)
+
+    @property
+    def pipelined(self) -> bool:
+        """Do the model's layers lie on stages of a pipeline?"""
+        return PIPELINE in self.axes
+
+    @property
+    def inside(self) -> Layout:
+        """The layout of one stage: without the pipeline."""
+        rest = ",".join(f"{n}={s}" for n, s in self.axes.items() if n != PIPELINE)
+        return dataclasses.replace(self, mesh=rest or "dp=1", schedule="1f1b", virtual=None, stages="")
 
     @property
     def store_axes(self) -> tuple[str, ...]:
@@ -155,7 +182,7 @@ class Layout:
             yield from self._changed(context="ulysses")
         if self.mask in ("padded", "row"):
             yield from self._changed(mask="uneven")
-        plain = sorted(axes, key=[*STORES, "tp", *axes].index)
+        plain = sorted(axes, key=[PIPELINE, *STORES, "tp", *axes].index)
         if list(axes) != plain:
             yield from self._changed(mesh=",".join(f"{n}={axes[n]}" for n in plain))
 
@@ -170,6 +197,12 @@ class Layout:
                 changes["sp"] = False
             if "cp" not in left:
                 changes["context"] = "gather"
+            if PIPELINE not in left:
+                changes |= {"schedule": "1f1b", "virtual": None}
+            if left.get(PIPELINE) != self.axes.get(PIPELINE):
+                changes["stages"] = ""
+        if "schedule" in changes or "virtual" in changes:
+            changes["stages"] = ""  # which are of another number
         if changes.get("zero") == 0:
             changes |= {"store": "", "state": ""}
         try:

@@ -16,6 +16,7 @@ from fmegatron.precision import Precision
 from fmegatron.recording import Collective, record_collectives
 from fmegatron.simulation import simulate
 from fmegatron.step import TrainState, train_step
+from fmegatron.testing.engines import check_engine
 from fmegatron.testing.layout import Layout
 from fmegatron.testing.program import program_of
 from fmegatron.testing.running import Job, inputs_of
@@ -99,11 +100,13 @@ def ledger(
     in its "gradients" alone. precision: float32 by default.
 
     model, options: as for `assert_equivalent`. What runs inside a compiled block, and Muon's exchange of matrices, is
-    not counted. Raises UserError for a layout that is not legal.
+    not counted. Raises UserError for a layout that is not legal, and for a
+    pipeline, which is not simulated.
     """
     program, layout = program_of(model, **options), Layout.parse(layout) if isinstance(layout, str) else layout
     if (why := program.why_illegal(layout, propose=True)) is not None:
         raise UserError(f"layout {layout} is not legal for this model: {why}")
+    check_engine("simulated", layout, "cpu")
     if layout.world == 1:
         return Ledger(layout, ())
     precision = precision or Precision()

@@ -19,13 +19,16 @@ from fmegatron.errors import UserError
 from fmegatron.mesh import Mesh, make_mesh
 from fmegatron.parallel.context import factoring
 from fmegatron.parallel.legality import WORDS, Choice, check_layout
+from fmegatron.parallel.pipeline import Ends, Pipeline, find_ends, inside_stage, pipeline
+from fmegatron.parallel.schedules import make_schedule
+from fmegatron.parallel.stages import parse_layout
 from fmegatron.precision import Precision
 from fmegatron.remat import names, nothing
 from fmegatron.rules import Rules, base, standard_rules
 from fmegatron.sharding import Sharding
 from fmegatron.spec import init, params_of
 from fmegatron.testing.batches import make_batch
-from fmegatron.testing.layout import DATA, Layout
+from fmegatron.testing.layout import DATA, PIPELINE, Layout
 
 WHOLE = ("kv", "group")  # dims whose parts are of one size on every layout
 NOISE = 0.3  # standard deviation of what is added to initial values, so that no norm or bias is trivially right
@@ -36,7 +39,7 @@ class Program:
     """A model as the harness runs it.
 
     model: an object or module with `spec()`, `loss(params, batch, ctx)` and maybe `weights(batch)`; or these functions
-        as a tuple.
+        as a tuple. For a pipeline also `embed`, `block` and `head` (see `fmegatron.parallel.pipeline.pipeline`).
     rows: rules for its dims in place of, or beside, the standard ones: {"expert": "dp"}. Axes that a mesh lacks are
         left out.
     batch: a dict of global tensors, or a function (rows, seq, seed) -> dict; None: tokens and labels of the spec's
@@ -73,6 +76,20 @@ class Program:
     def has_remat(self) -> bool:
         """Can the layout's remat policy be given to the model, a dataclass with a field `save`?"""
         return dataclasses.is_dataclass(self.model) and any(f.name == "save" for f in dataclasses.fields(self.model))
+
+    @property
+    def has_stages(self) -> bool:
+        """Can the model lie on the stages of a pipeline?"""
+        return not self._missing()
+
+    def _missing(self) -> list[str]:
+        """Which of the parts that a pipeline needs the model lacks."""
+        return [n for n in ("embed", "block", "head") if not callable(getattr(self.model, n, None))]
+
+    @functools.cached_property
+    def ends(self) -> Ends:
+        """Which parameters are read before the layers and behind them."""
+        return find_ends(self.model, self.batch_of(Layout()))
 
     @property
     def fills_up(self) -> bool:
@@ -142,12 +159,26 @@ class Program:
             rows[name] = tuple(a for a in given if a in mesh.names or a in mesh.sizes)
         return dataclasses.replace(standard, compute=rows, activations=(*standard.activations, *(self.rows or {})))
 
-    def sharding(
-        self, layout: Layout, precision: Precision, *, device: str = "cpu", abstract: bool = False
-    ) -> Sharding:
-        """`sh` for the layout."""
-        mesh = self.mesh(layout, device=device, abstract=abstract)
-        return Sharding(mesh, self.rules(mesh, layout), precision=precision)
+    def sharding(self, layout: Layout, precision: Precision, *, mesh: Mesh | None = None) -> Sharding:
+        """`sh` for the layout on its mesh, by default one of this process's ranks; of a pipeline that of one stage."""
+        mesh = self.mesh(layout) if mesh is None else mesh
+        sh = Sharding(mesh, self.rules(mesh, layout), precision=precision)
+        return inside_stage(sh, self.functions[0](), PIPELINE) if layout.pipelined else sh
+
+    def pipeline(self, layout: Layout, spec: Any, mesh: Mesh) -> Pipeline:
+        """The model over the stages of a layout. spec: of the whole model, with what `over` was inferred.
+
+        Raises UserError for a model without the parts of a pipeline, and for stages that do not fit it."""
+        if missing := self._missing():
+            raise UserError(
+                f"layout {layout}: a pipeline needs a model with embed, block and head beside spec and loss, but "
+                f"{'a tuple' if isinstance(self.model, tuple) else repr(self.model)} has no {' and no '.join(missing)}"
+            )
+        if "layers" not in spec:
+            raise UserError(f"layout {layout}: a pipeline needs a spec with {{'layers': {{0: …, 1: …}}}}")
+        table = make_schedule(layout.schedule, layout.size(PIPELINE), layout.micro, virtual=layout.virtual)
+        stages = parse_layout(layout.stages, layers=len(spec["layers"])) if layout.stages else None
+        return pipeline(_WithSpec(self.model, spec), table, mesh=mesh, axis=PIPELINE, assignment=stages, ends=self.ends)
 
     def why_illegal(self, layout: Layout, *, propose: bool = False) -> str | None:
         """The message that refuses the layout; None if it is legal. propose: it ends with the nearest legal ones."""
@@ -157,7 +188,7 @@ class Program:
             if layout.remat != "everything":
                 self.on(layout)
             check_layout(
-                layout.mesh,
+                layout.inside.mesh,
                 heads=self.heads(layout) if attention else None,
                 kv_heads=self.sizes.get("kv"),
                 batch_size=None if free else layout.batch[0],
@@ -173,7 +204,11 @@ class Program:
                 words=WORDS,
                 spelled=functools.partial(self._spelled, layout) if propose else None,
             )
-            self.sharding(layout, Precision(), abstract=True).check_spec(self.functions[0]())
+            spec = self.functions[0]()
+            mesh = self.mesh(layout, abstract=True)
+            if layout.pipelined:
+                self.pipeline(layout, spec, mesh)
+            self.sharding(layout, Precision(), mesh=mesh).check_spec(spec)
         except UserError as error:
             return str(error)
         return None
@@ -183,7 +218,7 @@ class Program:
         try:
             found = dataclasses.replace(
                 layout,
-                mesh=choice.mesh,
+                mesh=f"{PIPELINE}={layout.size(PIPELINE)},{choice.mesh}" if layout.pipelined else choice.mesh,
                 sp=choice.sequence_parallel,
                 zero=choice.zero or 0,
                 store="+".join(choice.store) if layout.store and choice.zero else "",
@@ -237,6 +272,19 @@ class Program:
             for i, x in enumerate(tree.leaves(start))
         ]
         return tree.like(start, [(a + b.to(a.dtype)).to(dtype) for a, b in zip(tree.leaves(start), noise, strict=True)])
+
+
+class _WithSpec:
+    """A model with another spec: its own with what was inferred."""
+
+    def __init__(self, model: Any, spec: Any) -> None:
+        self._model, self._spec = model, spec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def spec(self) -> Any:
+        return self._spec
 
 
 def program_of(model: Any, **options: Any) -> Program:

@@ -83,9 +83,15 @@ def run(
     """
     made = program if reference else program.on(layout)
     _, loss, weights = made.functions
-    sh = Sharding(precision=job.precision) if reference else made.sharding(layout, job.precision, device=device)
-    spec, here = inputs.spec, torch.device(device)
-    params = sh.shard_params(tree.tree_map(lambda t: t.to(here), inputs.params), spec)
+    spec, whole, here = inputs.spec, inputs.params, torch.device(device)
+    sh, pipe = Sharding(precision=job.precision), None
+    if not reference:
+        mesh = made.mesh(layout, device=device)
+        sh = made.sharding(layout, job.precision, mesh=mesh)
+        if layout.pipelined:
+            pipe = made.pipeline(layout, spec, mesh)
+            spec, whole = pipe.spec, pipe.held(whole)  # what this rank's stages hold
+    params = sh.shard_params(tree.tree_map(lambda t: t.to(here), whole), spec)
     batches = [
         shard_batch({n: x.to(here) for n, x in b.items()}, sh, dims={n: program.dims_of(n, x) for n, x in b.items()})
         for b in inputs.batches[: job.steps]
@@ -100,7 +106,7 @@ def run(
         if reference:
             return made, train_step(loss, made, weights=weights, sh=sh, donate=donate)
         made = with_sharded_state(made, spec, sh)
-        options: dict[str, Any] = {"microbatches": layout.micro, "spec": spec, "donate": donate}
+        options: dict[str, Any] = {"microbatches": layout.micro, "spec": spec, "donate": donate, "gradients": pipe}
         return made, train_step(loss, made, weights=weights, sh=sh, **options)
 
     def steps(step: Any, state: TrainState, start: int) -> TrainState:
@@ -123,7 +129,7 @@ def run(
     found["gradients"], found["clipped"] = gradients, kept["clipped"]
     found["norms"] = {
         "raw": metrics["grad_norm"],
-        "clipped": global_norm(kept["clipped"]),
+        "clipped": (global_norm if pipe is None else pipe.norm)(kept["clipped"]),
         "params": metrics["param_norm"],
     }
     if "adamw" in job.checks:

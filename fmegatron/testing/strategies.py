@@ -12,14 +12,18 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from fmegatron.errors import UserError
 from fmegatron.models import DecoderConfig
+from fmegatron.parallel.schedules import SCHEDULES
+from fmegatron.parallel.stages import format_layout, uneven
 from fmegatron.rules import CONTEXTS
 from fmegatron.testing.batches import make_batch
-from fmegatron.testing.layout import MASKS, STORES, Layout
+from fmegatron.testing.layout import MASKS, PIPELINE, STORES, Layout
 from fmegatron.testing.models import LEGAL_VOCAB, ODD_VOCAB, SHAPES, small_config
 from fmegatron.testing.program import program_of
 
 AXES = ("dp", "fsdp", "cp", "tp")
+PIPELINE_AXES = (PIPELINE, *AXES)
 MICROBATCHES = (1, 2, 3)
 REMAT = ("everything", "attention", "nothing")
 
@@ -65,15 +69,41 @@ def remats(model: Any) -> tuple[str, ...]:
     return REMAT if program_of(model).has_remat else REMAT[:1]
 
 
+def pipelines(model: Any, mesh: str) -> list[tuple[str, int | None, str]]:
+    """(schedule, virtual, stages) of a mesh with pp, the plainest first: each schedule with layers spread evenly, those
+    of several stages a rank with three too, and 1F1B with all layers but one on the last stage; one plain way without."""
+    layout = Layout(mesh)
+    if not layout.pipelined:
+        return [("1f1b", None, "")]
+    found: list[tuple[str, int | None, str]] = [("1f1b", None, "")]
+    found += [(name, None, "") for name in SCHEDULES if name != "1f1b"]
+    found += [("interleaved", 3, "")]
+    layers, count = len(program_of(model).spec()["layers"]), layout.size(PIPELINE)
+    if count > 1:
+        uneven_ = uneven(layers, count, last=layers - 1 if count == 2 else layers)
+        found.append(("1f1b", None, format_layout(uneven_)))
+    return found
+
+
 def layouts(
-    model: Any, world_size: int = 8, *, axes: Sequence[str] = AXES, masks: Sequence[str] = MASKS
+    model: Any,
+    world_size: int = 8,
+    *,
+    axes: Sequence[str] | None = None,
+    masks: Sequence[str] = MASKS,
+    engine: str = "simulated",
 ) -> st.SearchStrategy[Layout]:
     """Legal layouts of at most `world_size` ranks for a model (or a `Program`).
 
     axes: the mesh axes to draw from; leave out those that the model cannot use, such as cp for attention of its own
-        that does not gather keys. masks: of the batch.
+        that does not gather keys. None: dp, fsdp, cp and tp, and with the engine "processes" pp too, if the model has
+        the parts that a pipeline needs. masks: of the batch. engine: which one will run them.
     """
     program = program_of(model)
+    if axes is None:
+        axes = PIPELINE_AXES if engine == "processes" and program.has_stages else AXES
+    elif PIPELINE in axes and engine != "processes":
+        raise UserError(f"axes={tuple(axes)}: only the engine processes runs pipelines: give engine='processes'")
     found: dict[str, tuple[str, ...]] = {}  # what is asked of each mesh, once
 
     def ways(mesh: str) -> tuple[str, ...]:
@@ -97,6 +127,7 @@ def layouts(
         mesh = ",".join(f"{a}={n}" for a, n in sizes.items())
         order = [a for a in draw(st.permutations(list(axes))) if a in sizes]
         zero, store, state = one_of(stores(mesh))
+        schedule, virtual, stages = one_of(pipelines(program, mesh)) if PIPELINE in axes else ("1f1b", None, "")
         sp, context, packed, odd = draw(st.booleans()), one_of(ways(mesh)), draw(st.booleans()), draw(st.booleans())
         return Layout(
             ",".join(f"{a}={sizes[a]}" for a in order) or mesh,
@@ -105,6 +136,9 @@ def layouts(
             store=store,
             state=state,
             micro=draw(st.sampled_from(MICROBATCHES)),
+            schedule=schedule,
+            virtual=virtual,
+            stages=stages,
             remat=draw(st.sampled_from(remats(program))),
             context=context,
             packed=packed,
@@ -147,4 +181,4 @@ def batches(draw: st.DrawFn, vocab: int, *, rows: int = 4, seq: int = 8) -> dict
     )
 
 
-__all__ = ["batches", "configs", "contexts", "layouts", "meshes", "remats", "stores"]
+__all__ = ["batches", "configs", "contexts", "layouts", "meshes", "pipelines", "remats", "stores"]

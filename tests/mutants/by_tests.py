@@ -55,6 +55,7 @@ FILES = (
         "decoder",
         "checking",
     ),
+    *("parts_ring_uneven", "sharding_parts", "stack_order"),
     *("primitives", "primitives_loss", "primitives_loss_forms", "primitives_transforms"),
 )
 TIMED = ("*delay*", "*hidden*", "*seconds*")  # a busy machine is not a defect

@@ -1,7 +1,10 @@
-"""Why changes of the automatic sweep are not caught: {pattern of "module:function: old -> new": reason}.
+"""Why changes of the automatic sweep are not caught: {pattern of "module:function: old -> new", or with its number behind: reason}.
 
 A reason that begins with "equivalent" says why no number, collective or place can differ; such changes are not counted.
 """
+
+from tests.mutants.survivors_core import SURVIVORS_CORE
+from tests.mutants.survivors_ring import SURVIVORS_RING
 
 WORDING = "equivalent: the wording of a refusal"
 NO_LESS = "equivalent: every number below 2 stands for the plain order"
@@ -31,7 +34,6 @@ SURVIVORS: dict[str, str] = {
     "fmegatron.sharding:Sharding.sum: 'sum' -> 'max'": KEY,
     "fmegatron.sharding:Sharding.max: 'max' -> 'sum'": KEY,
     "fmegatron.zigzag:zigzag_positions: size // (2 * ranks) -> (size + 1) // (2 * ranks)": "equivalent: the size divides",
-    "fmegatron.zigzag:zigzag_positions: 1 -> 0": "equivalent: over one rank the order is the plain one",
     "fmegatron.mesh:Mesh.expand: 0.5 -> 1.5": WORDING,
     "fmegatron.mesh:Mesh.expand: 1 -> *": WORDING,
     "fmegatron.mesh:_refine: 1 -> 2": "equivalent: 1 is always one of the cuts; or a check that raises",
@@ -41,9 +43,6 @@ SURVIVORS: dict[str, str] = {
     "fmegatron.parallel.ring:RingAttention.setup_context: ctx.mark_non_differentiable(output[1]) -> pass": (
         "equivalent: nothing asks for the gradient of the log-sum-exp"
     ),
-    "fmegatron.parallel.ring:RingAttention.setup_context: ctx.set_materialize_grads(False) -> pass": (
-        "equivalent: zeros in place of no gradient"
-    ),
     "fmegatron.zero:Awaited.setup_context: ctx.set_materialize_grads(False) -> pass": "equivalent: zeros for no gradient",
     "fmegatron.accumulate:row_count: 1 -> 2": "equivalent: a check that raises",
     "fmegatron.primitives.cross_entropy:linear_cross_entropy: max(1, *": "equivalent: how many tokens go at a time",
@@ -52,4 +51,6 @@ SURVIVORS: dict[str, str] = {
     ),
     "fmegatron.primitives.embedding:_rows: table.device.type == 'cpu' -> *": "a cast of half precision, which no layout here has",
     "fmegatron.optim.norm:_runs: x.*": "equivalent: how a sum of squares is cut",
+    **SURVIVORS_CORE,
+    **SURVIVORS_RING,
 }

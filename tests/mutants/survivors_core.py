@@ -1,0 +1,52 @@
+"""Why changes of the sharding core are not caught, as in `survivors.py`."""
+
+CHECKING = "the checking mode alone reads it, which compares declared layouts: no number can differ"
+IGNORED = "equivalent: the loss and the gradients of an ignored token are set to zero behind it"
+INTEGERS = "equivalent: integers have no gradient, and both arrows are the same all-gather"
+
+SURVIVORS_CORE: dict[str, str] = {
+    # sharding, layout
+    "fmegatron.sharding:Sharding._filled_between: 0 -> 1": (
+        "equivalent: a dim that does not divide is on the same axes in equations and at rest"
+    ),
+    # mesh, rules
+    "fmegatron.mesh:Mesh._make_group: 1 -> 0": "equivalent: the group of one axis is made anew of the same ranks in the same order",
+    "fmegatron.mesh:make_mesh: 1 -> 0": "equivalent: a mesh without tp has nothing to cut whichever number below 2 stands for it",
+    "fmegatron.rules:standard_rules: 'tp_group' -> 'tp_kv'": (
+        "differs only on a mesh that names tp_group by hand and no tp_kv, which is refused without the change"
+    ),
+    # primitives
+    "fmegatron.primitives.embedding:embedding: 'vocab' -> 'kv'": CHECKING,
+    "fmegatron.primitives.cross_entropy:_loss: 'vocab' -> 'kv'": CHECKING,
+    "fmegatron.primitives.cross_entropy:_loss: 'batch seq vocab -> batch seq | vocab' -> *": (
+        "the maximum has no gradient, so that the checking mode alone tells both types apart"
+    ),
+    "fmegatron.primitives.cross_entropy:_loss: 1 -> 2": "equivalent: every number below zero stands for no label",
+    "fmegatron.primitives.cross_entropy:_loss: 1 -> 0": IGNORED,
+    "fmegatron.primitives.cross_entropy:_loss: (at >= 0) & (at < end) & ~ignored -> (at >= 0) & (at < end)": IGNORED,
+    "fmegatron.primitives.cross_entropy:_loss: (at >= 0) & (at < end) -> at < end": (
+        "equivalent: every number below zero stands for no label"
+    ),
+    "fmegatron.primitives.dropout:dropout: 0 -> 1": "equivalent: at a rate of 0 every element is kept and divided by 1",
+    # attention
+    "fmegatron.parallel.context:context_attention: 'gather' -> 'ring'": "equivalent: without sharding the kind is not read",
+    "fmegatron.parallel.context:_gathered: f'batch {seq} -> batch kvseq | {seq}' -> *": (
+        "integers have no gradient, and both arrows are the same all-gather: the checking mode alone tells them apart"
+    ),
+    "fmegatron.parallel.context:_all_to_all: 'batch seq -> batch seq** | seq' -> *": INTEGERS,
+    "fmegatron.parallel.context:_all_to_all: 'seq**' -> 'seq'": (
+        "a row whose lack is refused; or a ring of one rank, which gives the same in another way"
+    ),
+    "fmegatron.parallel.context:factoring: 1 -> 2": "equivalent: cp + 1 does not divide cp",
+    "fmegatron.parallel.context:factoring: kind == 'ulysses+ring' -> *": "equivalent: the wording of a refusal",
+    "fmegatron.parallel.context:factoring: 'ulysses+ring' -> 'ulysses'": "equivalent: the wording of a refusal",
+    # accumulate
+    "fmegatron.accumulate:_local_sum: any(*": (
+        "a sum whose result is cut too: buckets run those arrows as well, in collectives shared with other sums"
+    ),
+    # stack
+    "fmegatron.parallel.stack:_used_as_stored: 'enter' -> 'leave'": "equivalent: as many arrows lead back as there",
+    "fmegatron.parallel.stack:_used_as_stored: *": (
+        "chooses between a plain loop and one that gathers ahead and frees: the same numbers, other memory and overlap"
+    ),
+}
