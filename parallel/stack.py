@@ -23,7 +23,7 @@ from fmegatron.random import fold_in, to_tensor
 from fmegatron.remat import joined, remat
 from fmegatron.sharding import Sharding
 from fmegatron.split import Split, everything, split, uncompiled
-from fmegatron.tree import add, is_float, leaves, like, structure, tree_map, unflatten
+from fmegatron.tree import add, is_float, is_tensor, leaves, like, structure, tree_map, unflatten
 from fmegatron.zero import Awaited, moving
 
 
@@ -145,14 +145,16 @@ def stack(
             return sharded_store(ctx.sh, spec)
         return store(ctx) if callable(store) else store
 
-    def layer_ctx(ctx: Ctx, index: int) -> Ctx:
+    def layer_ctx(ctx: Ctx, index: int, p: Any) -> Ctx:
         if ctx.sh.precision.fp8 is not None:
             ctx = ctx.replace(sh=at_layer(ctx.sh, index, max(spec) + 1 if spec else None))
         key = ctx.key
         if key is not None:
             key = fold_in(key, index)
             # Numbers in a key are constants of a graph: every layer would be compiled anew.
-            key = to_tensor(key, ctx.sh.device) if inner is not block else key
+            if inner is not block:
+                at = next((x.device for x in leaves(p) if is_tensor(x)), ctx.sh.device)
+                key = to_tensor(key, at)
         ctx = ctx.replace(layer=index, key=key)
         return ctx if context is None else context(ctx, index)
 
@@ -164,7 +166,7 @@ def stack(
             if index == order[-1] and then is not None:
                 then()
             p = layers[index] if own is None else own.differentiable(layers[index], index)
-            carry = layer(p, carry, layer_ctx(ctx, index))
+            carry = layer(p, carry, layer_ctx(ctx, index, p))
         return carry
 
     def parts(layers: Mapping[int, Any]) -> list[tuple[Split, Any, int]]:
@@ -187,7 +189,7 @@ def stack(
             return layer(own.differentiable(p, ctx.layer), x, ctx)
 
         run = _Layers([(layers[index], index) for index in sorted(layers)], own, halves, body, alone, free)
-        return run(carry, lambda index: layer_ctx(ctx, index), then)
+        return run(carry, lambda index: layer_ctx(ctx, index, layers[index]), then)
 
     f.split = _in_turn(parts, place, layer_ctx, store_of, free)  # type: ignore[attr-defined]
     return f
@@ -405,7 +407,7 @@ def _in_turn(parts: Callable, place: Callable, ctx_of: Callable, store_of: Calla
         wanted = {index: t for _, t, index in parts(trainable)}
         run = _Run([], [], store_of(ctx))
         for s, q, index in _ahead(parts(p), run.store):
-            x, residual = s.forward(q, x, ctx_of(ctx, index), joint, wanted[index])
+            x, residual = s.forward(q, x, ctx_of(ctx, index, q), joint, wanted[index])
             run.residuals.append(residual)
             if not free:
                 run.full.append((s, q, index))

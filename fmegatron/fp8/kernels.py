@@ -231,13 +231,11 @@ def block_scales(x: Tensor, rows: int, columns: int, tile: bool) -> Tensor:
     return x.new_empty((rows // BLOCK, width), dtype=torch.float32).narrow(1, 0, columns // BLOCK)
 
 
-def laid_out(scale: Tensor, data: Tensor, *, padded: bool = True) -> Tensor:
+def laid_out(scale: Tensor, data: Tensor) -> Tensor:
     """Scales of blocks as cuBLAS wants them in memory: those of 1 × 128 blocks column by column, those of 128 × 128 ones row
-    by row, each row padded to a multiple of four if `padded`."""
+    by row, each row padded to a multiple of four."""
     if scale.shape[0] == data.shape[0]:
         return scale if scale.stride() == (1, scale.shape[0]) else scale.t().contiguous().t()
-    if not padded:
-        return scale.contiguous()
     width = -(-scale.shape[1] // 4) * 4
     if scale.stride() == (width, 1):
         return scale

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fmegatron.fp8.cast import Operand, dequantised
-from fmegatron.fp8.kernels import laid_out
+from fmegatron.fp8.kernels import BLOCK, laid_out
 
 
 def multiply(a: Operand, b: Operand, dtype: torch.dtype, *, native: bool, fast: bool = False) -> Tensor:
@@ -35,14 +36,21 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, *, native: bool, fast: 
 def multiply_blocks(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """The product of operands with scales of blocks: an operation of its own because torch, while it traces, refuses such
     scales of torch._scaled_mm."""
-    for padded in (True, False):  # torch 2.11 refuses padded rows of scales, later versions refuse others
-        scales = laid_out(scale_a, a, padded=padded), laid_out(scale_b, b, padded=padded).t()
-        try:
-            return torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype, use_fast_accum=False)
-        except RuntimeError as error:
-            if not padded or "scaling configuration" not in str(error):
-                raise
-    raise AssertionError
+    a, scale_a = _in_fours(a, scale_a)
+    b, scale_b = _in_fours(b, scale_b)
+    return torch._scaled_mm(
+        a, b.t(), scale_a=laid_out(scale_a, a), scale_b=laid_out(scale_b, b).t(), out_dtype=dtype, use_fast_accum=False
+    )
+
+
+def _in_fours(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """With zeros behind the inner dim up to a multiple of four blocks: cuBLAS reads rows of scales of such a length, and
+    torch 2.11 takes none that are padded in memory."""
+    more = -scale.shape[1] % 4
+    if not more:
+        return x, scale
+    data = functional.pad(x.view(torch.uint8), (0, more * BLOCK)).view(x.dtype)
+    return data, functional.pad(scale, (0, more), value=1.0)
 
 
 @multiply_blocks.register_fake

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -302,7 +304,7 @@ def packed(program: Program) -> Any:
         fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
         how: tuple[str, Any] = ("fields", (type(model), fields))
     elif isinstance(model, types.ModuleType):
-        how = ("module", model.__name__)
+        how = ("module", (model.__name__, str(Path(model.__file__ or "").resolve().parents[model.__name__.count(".")])))
     else:
         how = ("object", model)
     return how, program.rows, program.batch, program.dims, program.params
@@ -316,7 +318,12 @@ def unpacked(found: Any) -> Program:
     if kind == "fields":
         what = what[0](**what[1])
     elif kind == "module":
-        what = importlib.import_module(what)
+        name, folder = what
+        try:
+            what = importlib.import_module(name)
+        except ModuleNotFoundError:  # a pool that is older than the path by which its parent found the module
+            sys.path.append(folder)
+            what = importlib.import_module(name)
     return Program(what, *rest)
 
 
