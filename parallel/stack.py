@@ -220,7 +220,7 @@ def chain(*parts: tuple[Callable, Callable]) -> Callable:
     def run(p: Any) -> list[tuple[Split, Any, int]]:
         return [(s, pick(p), i) for i, (pick, s) in enumerate(zip(picks, splits, strict=True))]
 
-    return joined(_in_turn(run, place, lambda ctx, index: ctx, lambda ctx: None, True), plain)
+    return joined(_in_turn(run, place, lambda ctx, index, p: ctx, lambda ctx: None, True), plain)
 
 
 def compiled(block: Callable, options: Mapping[str, Any]) -> Callable:
@@ -398,8 +398,8 @@ class _Behind:
 def _in_turn(parts: Callable, place: Callable, ctx_of: Callable, store_of: Callable, free: bool) -> Split:
     """The split of functions run in turn.
 
-    `parts(params) -> [(split, its params, index)]`; `place(params, their gradients) -> gradients`; `ctx_of(ctx,
-    index)`: the context of a part.
+    `parts(params) -> [(split, its params, index)]`; `place(params, their gradients) -> gradients`; `ctx_of(ctx, index,
+    its params)`: the context of a part.
     """
 
     def forward(p: Any, x: Any, ctx: Ctx, joint: bool = False, trainable: Any = None) -> tuple[Any, _Run]:
