@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fmegatron import config as settings
-from fmegatron.config import ExportConfig, PreprocessConfig, TrainConfig, nearest_name
+from fmegatron.config import ExportConfig, GenerateConfig, PreprocessConfig, TrainConfig, nearest_name
 from fmegatron.errors import UserError
-from fmegatron.generate_settings import GenerateConfig
 from fmegatron.launch import is_first_process, launch, report_error
 from fmegatron.preflight import check_settings, check_train
 

@@ -236,10 +236,11 @@ class Exchange:
         if mesh.simulated:
             self.received = [from_ranks(lift(x, mesh.world), sources) for x in self.sent]
             return
-        rank, group = dist.get_rank(), mesh.process_group(axes)
+        ranks, group = mesh.ranks, mesh.process_group(axes)
+        to, of = ranks[targets[mesh.rank]], ranks[sources[mesh.rank]]
         self.received = [torch.empty_like(x) for x in self.sent]
-        sends = [dist.P2POp(dist.isend, x, targets[rank], group) for x in self.sent]
-        receives = [dist.P2POp(dist.irecv, x, sources[rank], group) for x in self.received]
+        sends = [dist.P2POp(dist.isend, x, to, group) for x in self.sent]
+        receives = [dist.P2POp(dist.irecv, x, of, group) for x in self.received]
         self.pending = dist.batch_isend_irecv([*sends, *receives])
 
     def finish(self) -> list[torch.Tensor]:
@@ -251,7 +252,8 @@ class Exchange:
 
 
 def neighbours(mesh: Mesh, axes: tuple[str, ...]) -> tuple[list[int], list[int]]:
-    """For every rank, the one before it and the one behind it in the ring along an ordered tuple of axes."""
+    """For every rank of the mesh, by its number there, the one before it and the one behind it in the ring along an
+    ordered tuple of axes."""
     places = ring_places(mesh, axes)
     others = [a for a in mesh.sizes if a not in axes]
     at = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
 import tomllib
 import types
@@ -18,9 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from fmegatron.axes import parse_axes
 from fmegatron.errors import UserError
 
 SETTINGS = "config.toml"  # in a run's folder, what its settings were
+PIPELINE = "pp"  # the axis on which a model's layers lie
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 T = TypeVar("T")
 
@@ -363,6 +366,24 @@ class GenerateConfig:
     """cpu, cuda, or auto: cuda where there is one."""
     dtype: Dtype | None = None
     """Format of the parameters; None: as saved."""
+    mesh: str | None = None
+    """pp=2: the layers over 2 processes of this machine, each of which reads its own; torchrun starts those of several
+    machines. None: one process."""
+    stages: str | None = None
+    """With --mesh pp=N, which layers lie on which process, in Megatron-LM's notation: Et|ttt|tL. None: as even as can be."""
+
+    def ranks(self) -> int:
+        """The number of processes. Raises UserError for a mesh of other axes."""
+        if self.mesh is None:
+            if self.stages is not None:
+                raise UserError(f"--stages {self.stages} is for several processes: add --mesh pp=N, or leave it out")
+            return 1
+        axes = parse_axes(self.mesh, argument="--mesh")
+        if any(n > 1 for name, n in axes.items() if name != PIPELINE):
+            raise UserError(
+                f"--mesh {self.mesh}: generation runs over pp alone: give --mesh {PIPELINE}={math.prod(axes.values())}"
+            )
+        return axes.get(PIPELINE, 1)
 
 
 @dataclass(frozen=True)

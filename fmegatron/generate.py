@@ -12,17 +12,16 @@ from torch import Tensor
 
 from fmegatron import checkpoint, random, tree
 from fmegatron.checkpoint.ranks import is_first
+from fmegatron.config import PIPELINE, GenerateConfig
 from fmegatron.context import Ctx
 from fmegatron.data import load_tokenizer
 from fmegatron.errors import UserError
-from fmegatron.generate_settings import PIPELINE, GenerateConfig
 from fmegatron.launch import close_distributed, init_distributed
 from fmegatron.mesh import make_mesh
 from fmegatron.models import Decoder, config_from_dict, load_hf
 from fmegatron.models import safetensors_files as files
 from fmegatron.models.hf import model_of
 from fmegatron.parallel.pipeline import Pipeline, pipeline
-from fmegatron.parallel.pipeline_load import load_held
 from fmegatron.parallel.schedules import make_schedule
 from fmegatron.parallel.stages import parse_layout
 from fmegatron.precision import Precision, dtype_of
@@ -197,8 +196,7 @@ def load_run(
     if is_hf_folder(path):
         if weights != "params":
             raise UserError(f"--weights {weights}: {path} is a Hugging Face folder, which holds one set of weights")
-        options: dict[str, Any] = {"dtype": dtype or saved_format(path), "device": device}
-        model, params = load_hf(path, **options) if held is None else load_held(path, held, **options)
+        model, params = load_hf(path, dtype=dtype or saved_format(path), device=device, held=held)
         return model, params, load_tokenizer(path), Path(path)
     folder = checkpoint.resolve(path)
     model = model_of_run(str(folder))

@@ -41,7 +41,6 @@ from fmegatron.padding import held_positions, overwritten
 from fmegatron.parallel.context import factoring
 from fmegatron.parallel.legality import FLAGS, check_layout, flags
 from fmegatron.parallel.pipeline import Pipeline, inside_stage, pipeline
-from fmegatron.parallel.pipeline_load import load_held
 from fmegatron.parallel.schedules import make_schedule
 from fmegatron.parallel.stages import parse_layout
 from fmegatron.precision import Precision, dtype_of
@@ -287,9 +286,7 @@ def load_pretrained(config: TrainConfig, run: Run) -> Any:
         "ignore_fields": ignored_fields(config),
         **{name: getattr(run.model.config, name) for name in FUSED},
     }
-    if run.pipe is not None:
-        return load_held(config.init_from, run.pipe.held, **options)[1]
-    return load_hf(config.init_from, **options)[1]
+    return load_hf(config.init_from, held=None if run.pipe is None else run.pipe.held, **options)[1]
 
 
 def abstract_state(config: TrainConfig, run: Run, *, scaled: bool | None = None, extras: Any = None) -> TrainState:

@@ -122,6 +122,16 @@ class Mesh:
         group = self.group(axes)
         return group[0].get_group(group[1]) if isinstance(group, tuple) else group
 
+    @property
+    def ranks(self) -> list[int]:
+        """The process of each rank of this mesh, by its number here: others than 0, 1, … on a part of a mesh (`without`)."""
+        return list(range(self.world)) if self._ranks is None else self._ranks.flatten().tolist()
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks of this mesh; not in a simulation."""
+        return self.ranks.index(dist.get_rank())
+
     def coordinate(self, axis: str) -> Any:
         """This rank's number along an atomic axis: an int, or in simulation a tensor of shape [1]."""
         if self.sizes[axis] == 1 or self._ranks is None:

@@ -122,7 +122,6 @@ def train_step(
     check_finite: raise NonFiniteError, before anything is changed, for a loss or gradient that is not finite.
     update_extras: (extras, stats) -> extras, by the step's reduced statistics, outside optimizer and norm. With delayed fp8
         scaling (`precision.fp8`) the extras have a part "fp8", made by `fmegatron.fp8.scaling.init`, which it hands on.
-    update_extras: (extras, stats) -> extras, by the step's reduced statistics, outside optimizer and norm.
     gradients: in place of `accumulate(loss, …)`, such as `fmegatron.parallel.pipeline.pipeline`: a function of its type.
         loss, weights, microbatches and trainable are then unused. Where it has a `norm`, that is the global norm.
     loss_scale: a policy for fp16, such as `dynamic_loss_scale()`; the first state has TrainState(…,

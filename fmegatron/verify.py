@@ -26,13 +26,12 @@ from fmegatron.errors import UserError
 
 # What a way to run the ranks cannot show, by (engine, device).
 NOT_COVERED = {
-    (
-        "simulated",
-        "cpu",
-    ): "pipelines, real processes, messages between them and their order (--engine processes has these), GPUs",
+    ("simulated", "cpu"): (
+        "pipelines, real processes, messages between them and their order (--engine processes has these), GPUs"
+    ),
     ("simulated", "cuda"): (
-        "pipelines, NCCL, messages from rank to rank (a ring's are copies here), streams and so what overlaps in time, CUDA graphs, "
-        "the memory of one rank, Python that differs by rank; for these use torchrun and --engine processes"
+        "pipelines, NCCL, messages from rank to rank (a ring's are copies here), streams and so what overlaps in time, CUDA "
+        "graphs, the memory of one rank, Python that differs by rank; for these use torchrun and --engine processes"
     ),
     ("processes", "cpu"): "GPUs and NCCL; for these start it by torchrun, a GPU a rank, with --device cuda",
     ("processes", "cuda"): "layouts of other numbers of ranks than torchrun started",

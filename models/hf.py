@@ -18,7 +18,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -86,6 +86,7 @@ def load_hf(
     dtype: torch.dtype | str | None = None,
     sh: Sharding | None = None,
     device: torch.device | str | None = None,
+    held: Callable[[Any], Any] | None = None,
     vocab: int | None = None,
     seed: int = 0,
     ignore_fields: tuple[str, ...] = (),
@@ -96,6 +97,8 @@ def load_hf(
     dtype: of the parameters; None means that of sh.precision, which is float32 by default.
     sh: where parameters lie; the leaves are then DTensors at rest. None means plain tensors.
     device: where to; None means sh's, which is the CPU by default.
+    held: of a tree like the model's parameters what this rank of a pipeline holds (`Pipeline.held`): the parameters are
+        those, and no others are read. Every rank must then call it, and what is raised on one is raised on all.
     vocab: another size of the vocabulary. Fewer rows: the last ones are left out. More: each new row of the embedding
         and of the output matrix is the mean of the old rows, so that no new token outweighs the old ones (Hewitt 2021),
         plus 1 % of their standard deviation times normal noise, drawn from `seed` by global position.
@@ -109,22 +112,29 @@ def load_hf(
     folder = Path(folder)
     sh = sh or Sharding()
     model = model_of(folder, vocab=vocab, ignore_fields=ignore_fields, **overrides)
-    spec = model.spec()
-    sh.check_spec(spec)
+    spec = model.spec() if held is None else held(model.spec())
     params = params_of(spec)
     found = files.tensors_of(folder)
     apart, layout = _apart(model)
     layout = _as_in_file(layout, found)
     saved_vocab = read_config(folder)["vocab_size"]
-    _check(folder, found, apart, layout, model.config.tied, saved_vocab)
-    if model.config.tied:
-        _check_tied(folder, found, layout["embed"].name)
+
+    def check() -> None:
+        sh.check_spec(spec)
+        _check(folder, found, apart, layout, model.config.tied, saved_vocab)
+        if model.config.tied and "embed" in params:
+            _check_tied(folder, found, layout["embed"].name)
+
+    check() if held is None else together(check)
     leaves: dict[str, torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
-        opened = {file: stack.enter_context(files.opened(file)) for file in sorted({t.file for t in found.values()})}
+        opened: dict[Path, Any] = {}
 
         def source(path: str) -> Source:
-            return Source(opened[found[layout[path].name].file], apart[path], layout[path])
+            file = found[layout[path].name].file
+            if file not in opened:
+                opened[file] = stack.enter_context(files.opened(file))
+            return Source(opened[file], apart[path], layout[path])
 
         for path, param in params.items():
             wanted = param.dtype or (sh.precision.params if dtype is None else dtype_of(dtype))

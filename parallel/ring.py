@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
@@ -140,7 +139,7 @@ class Ring:
         """f(place, *args), which may branch on the place in the ring."""
         if self.mesh.simulated:
             return on_each_rank(lambda rank, *mine: f(self.places[rank], *mine), self.mesh.world, *args)
-        return tuple(f(self.places[dist.get_rank()], *args))
+        return tuple(f(self.places[self.mesh.rank], *args))
 
 
 _rings: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()  # they live as long as their meshes

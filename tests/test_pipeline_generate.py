@@ -12,10 +12,10 @@ import safetensors
 import torch
 
 from fmegatron import cli, init, job, key, make_mesh, make_schedule, parse_layout, pipeline
+from fmegatron.config import GenerateConfig
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.generate import generate_tokens, load_run, run_here
-from fmegatron.generate_settings import GenerateConfig
 from fmegatron.models import Decoder, save_hf
 from fmegatron.precision import Precision
 from fmegatron.sharding import Sharding

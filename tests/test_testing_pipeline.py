@@ -38,6 +38,11 @@ def test_a_model_of_ones_own_in_a_pipeline(own_model: ModuleType, line: str) -> 
     assert_equivalent(own_model, line, engine="processes")
 
 
+def test_a_ring_inside_a_stage() -> None:
+    """Its neighbours are of the stage's part of the mesh."""
+    assert_equivalent(MODEL, "pp=2,cp=2 context=ring micro=2 packed", engine="processes", checks=("gradients",))
+
+
 @pytest.mark.slow
 def test_a_model_of_ones_own_with_all_of_it(own_model: ModuleType) -> None:
     assert_equivalent(own_model, "pp=2,dp=2,tp=2 zero=1 micro=2 schedule=zbv", engine="processes")

@@ -100,8 +100,8 @@ def ledger(
     in its "gradients" alone. precision: float32 by default.
 
     model, options: as for `assert_equivalent`. What runs inside a compiled block, and Muon's exchange of matrices, is
-    not counted. Raises UserError for a layout that is not legal, and for a
-    pipeline, which is not simulated.
+    not counted. Raises UserError for a layout that is not legal, and for a pipeline, which is not
+    simulated.
     """
     program, layout = program_of(model, **options), Layout.parse(layout) if isinstance(layout, str) else layout
     if (why := program.why_illegal(layout, propose=True)) is not None:

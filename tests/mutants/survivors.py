@@ -1,4 +1,5 @@
-"""Why changes of the automatic sweep are not caught: {pattern of "module:function: old -> new", or with its number behind: reason}.
+"""Why changes of the automatic sweep are not caught: {pattern of "module:function: old -> new": reason}; the change's number
+among those of the same text may stand behind.
 
 A reason that begins with "equivalent" says why no number, collective or place can differ; such changes are not counted.
 """
