@@ -403,8 +403,9 @@ def _add_in_place(
 
     def take(i: int) -> Callable:
         def hook(leaf: torch.Tensor) -> None:
+            if leaf.grad is None:  # it was handed to something that does not use it
+                return
             g, leaf.grad, seen[i] = leaf.grad, None, True
-            assert g is not None
             if not each:
                 add(i, g)
             if reducer is not None:

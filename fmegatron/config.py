@@ -83,6 +83,54 @@ class ModelOverrides:
 
 
 @dataclass(frozen=True)
+class ExpertConfig:
+    """Mixture of experts: replaces what the preset has, or makes experts of a dense preset's feed-forward parts."""
+
+    experts: int | None = None
+    """Number of experts of a layer; with it a dense preset becomes a mixture. None keeps the preset's, as everywhere here."""
+    top_k: int | None = None
+    """Experts of a token; 2 where a dense preset becomes a mixture."""
+    mlp: int | None = None
+    """Width of an expert; that of the dense feed-forward part where a dense preset becomes a mixture."""
+    shared: int | None = None
+    """Width of the expert that every token has beside its own; 0: none."""
+    dense_layers: tuple[int, ...] | None = None
+    """Indices of layers without experts."""
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] | None = None
+    """Of the router's logits."""
+    normalised: bool | None = None
+    """Divide a token's weights by their sum."""
+    scale: float | None = None
+    """Multiplies a token's weights."""
+    groups: int | None = None
+    """Groups that the experts are in, for a choice limited to a token's best groups."""
+    group_top_k: int | None = None
+    """How many of these groups a token's experts are from."""
+    choose: Literal["top_k", "expert_choice", "sinkhorn"] | None = None
+    """Whether tokens choose their experts, experts their tokens, or Sinkhorn's algorithm balances the choice."""
+    dtype: Literal["float32", "float64"] | None = None
+    """Of the router."""
+    jitter: float | None = None
+    """Noise on the router's input: it is multiplied by numbers in [1 - jitter, 1 + jitter]."""
+    capacity: float | None = None
+    """Choices that an expert takes of a sequence, in shares of an even load; 0: all."""
+    drop: Literal["probability", "position"] | None = None
+    """Which choices of a full expert are dropped: those of least weight, or the last ones."""
+    group: Literal["sequence", "batch"] | None = None
+    """On what balance, capacity, expert choice and Sinkhorn act: each sequence, or the whole batch (one microbatch)."""
+    switch_loss: float | None = None
+    """Weight of the loss that balances the load."""
+    z_loss: float | None = None
+    """Weight of the router's z-loss."""
+    expert_bias: bool | None = None
+    """Balance the load without a loss, by biases of the choice that move against it."""
+    bias_rate: float | None = None
+    """By how much these biases move in a step."""
+    force: Literal["balanced", "random", "skewed"] | None = None
+    """Replace the choice, for benchmarks."""
+
+
+@dataclass(frozen=True)
 class LossConfig:
     """What is minimised; evaluations always report the plain cross-entropy."""
 
@@ -274,6 +322,7 @@ class TrainConfig:
     ignore_fields: tuple[str, ...] = ()
     """Fields of --init-from's config.json that are not known here and that you know to change nothing: a,b."""
     model_overrides: ModelOverrides = field(default_factory=ModelOverrides)
+    moe: ExpertConfig = field(default_factory=ExpertConfig)
     dropout: float = 0.0
     """Probability that dropout zeroes an element of a layer's output."""
 
@@ -295,6 +344,13 @@ class TrainConfig:
     """How attention reads the sequence that the mesh axis cp divides (without cp it means nothing): gather, all ranks get
     all keys and values; ring, they go from neighbour to neighbour; ulysses, an all-to-all gives each rank whole sequences
     of some heads; ulysses+ring, that between near ranks and a ring between far ones."""
+    ep: int = 1
+    """Ranks over which a layer's experts lie; with etp it divides the ranks of --mesh, whatever dp, cp and tp are."""
+    etp: int = 1
+    """Ranks that hold parts of each expert. Where neither ep nor etp is given that is tp."""
+    dispatch: Literal["dense", "all-gather", "all-to-all"] = "all-to-all"
+    """How tokens reach their experts: dense, every expert computes every token (slow, for comparison); all-gather, tokens
+    are gathered over ep; all-to-all, each goes to the ranks of its experts and back."""
     nproc: int = 1
     """Processes to start on this machine; under torchrun none are started."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "bfs", "zbh1", "zbv", "dualpipev"] = "1f1b"

@@ -73,7 +73,8 @@ def generate_tokens(
     padding = torch.tensor([longest - len(p) for p in prompts], device=device)
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], dtype=torch.int64, device=device)
     slots = longest + tokens
-    cache = model.cache(len(prompts), slots, dtype=sh.precision.compute_dtype, device=device)
+    own: dict[str, Any] = {"sh": sh} if isinstance(model, Pipeline) else {}
+    cache = model.cache(len(prompts), slots, dtype=sh.precision.compute_dtype, device=device, **own)
     place = torch.arange(slots, device=device)
     positions = (place - padding[:, None]).clamp(min=0)
     padded = len({len(p) for p in prompts}) > 1

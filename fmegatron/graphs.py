@@ -112,9 +112,9 @@ class _Recorded:
                 "cuda_graph: the batch has another structure than the recorded one: make another cuda_graph"
             )
         _take("batch", tree.paths(batch), self.batch, flat, set())
+        self.recorder.fill([given[i] for i in self.moving])
         if hasattr(state, "_donate"):
             state._donate()
-        self.recorder.fill([given[i] for i in self.moving])
         self.capture.play()
         new = [
             t if tree.is_tensor(t) else x + by if by else x

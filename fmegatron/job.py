@@ -39,6 +39,7 @@ from fmegatron.offload import on_host
 from fmegatron.optim import Optimizer
 from fmegatron.padding import held_positions, overwritten
 from fmegatron.parallel.context import factoring
+from fmegatron.parallel.folding import expert_factoring
 from fmegatron.parallel.legality import FLAGS, check_layout, flags
 from fmegatron.parallel.pipeline import Pipeline, inside_stage, pipeline
 from fmegatron.parallel.schedules import make_schedule
@@ -143,8 +144,15 @@ def make_setup(
     """
     sizes = sizes or model_config(config, None)
     check_sizes(config, world, sizes)
+    if sizes.moe is None and (config.ep, config.etp) != (1, 1):
+        raise UserError(
+            f"--ep {config.ep} --etp {config.etp} are for a model with experts: add --moe.experts, or leave them out"
+        )
     axes = mesh_axes(config, world)
-    also = factoring(axes, config.cp, heads=sizes.heads, kv_heads=sizes.kv_heads, argument="--mesh")
+    also = (
+        *factoring(axes, config.cp, heads=sizes.heads, kv_heads=sizes.kv_heads, argument="--mesh"),
+        *expert_factoring(axes, ep=config.ep, etp=config.etp, argument="--mesh"),
+    )
     mesh = make_mesh(axes, also=also, kv_heads=sizes.kv_heads, device=device.type, world=world, abstract=check_only)
     precision = make_precision(config, device)
     layout = {"sequence_parallel": config.sp, "store": config.store, "zero": config.zero, "context": config.cp}
@@ -210,6 +218,7 @@ def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:
         overlap=config.overlap,
         kernel=config.kernels,
         keep_probabilities=config.keep_probabilities,
+        dispatch=config.dispatch,
     )
     pipe = make_pipeline(config, model, setup)
     held = pipe.held if pipe is not None else lambda tree: tree
@@ -229,6 +238,7 @@ def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:
         check_finite=not late,
         loss_scale=scaling,
         gradients=pipe,
+        update_params=model.update_params,
     )
     step = cuda_graph(step) if config.cuda_graph else step
     return Run(setup, model, spec, optimizer, scaling, step, late, pipe)

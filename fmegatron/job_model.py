@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fmegatron.config import ModelOverrides, TrainConfig, nearest_name
+from fmegatron.config import ExpertConfig, ModelOverrides, TrainConfig, nearest_name
 from fmegatron.errors import UserError
 from fmegatron.fp8 import Fp8, te
 from fmegatron.models import PRESETS, Decoder, DecoderConfig
@@ -17,6 +17,9 @@ from fmegatron.models.decoder import GATED
 from fmegatron.models.fused import FUSED
 from fmegatron.models.hf import FAMILIES, fields_of, model_of
 from fmegatron.models.hf_fields import shortest
+from fmegatron.models.moe import MoE
+from fmegatron.parallel.routing import Routing
+from fmegatron.precision import dtype_of
 from fmegatron.remat import names, nothing
 from fmegatron.sharding import Sharding
 from fmegatron.spec import params_of
@@ -95,11 +98,18 @@ def ignored_fields(config: TrainConfig) -> tuple[str, ...]:
 def computations(sizes: DecoderConfig) -> tuple[str, ...]:
     """The names of a layer's computations, by which --remat tells what is kept."""
     qkv: tuple[str, ...] = ("qkv",) if sizes.fused_qkv else ("q", "k", "v")
+    if sizes.mla is not None:
+        qkv = (*(("q",) if sizes.mla.q_rank is None else ("q_down", "q_up")), "kv_down", "kv_up")
     if sizes.activation not in GATED:
         first: tuple[str, ...] = ("up",)
     else:
         first = ("gate_up",) if sizes.fused_gate_up else ("gate", "up")
-    return (*qkv, "attention", "o", *first, "down")
+    dense = (*first, "down")
+    if sizes.moe is not None:
+        shared = tuple(f"shared_{n}" for n in dense) if sizes.moe.shared else ()
+        experts = ("router", "experts_up", "experts_down", *shared)
+        dense = (*experts, *dense) if sizes.moe.dense_layers else experts
+    return (*qkv, "attention", "o", *dense)
 
 
 def remat_policy(config: TrainConfig, sizes: DecoderConfig) -> Callable[[str], bool]:
@@ -165,6 +175,9 @@ def check_fp8(config: TrainConfig, sizes: DecoderConfig, sh: Sharding) -> None:
     kv, group = sh.local_size("kv", sizes.kv_heads), sh.local_size("group", sizes.group)
     mlp, one = sh.local_size("mlp", sizes.mlp), kv * sizes.head
     widths = {"q": group * one, "k": one, "v": one, "o": group * one, "qkv": (group + 2) * one}
+    if (m := sizes.mla) is not None:
+        widths = {"q": one, "q_up": one, "q_down": m.q_rank or 0, "kv_down": m.kv_rank + m.rope}
+        widths |= {"kv_up": kv * (m.nope + m.value), "o": kv * m.value}
     widths |= {"gate": mlp, "up": mlp, "down": mlp, "gate_up": 2 * mlp}
     ranks = {n: 1 if sh.mesh is None else sh.mesh.size(sh.axes(n)) for n in ("batch", "seq")}
     rows = -(-config.batch.size // ranks["batch"])
@@ -204,7 +217,8 @@ def _preset(config: TrainConfig, tokenizer_vocab: int | None) -> DecoderConfig:
     if {"embed", "heads"} & given.keys():
         given.setdefault("head", None)
     if "heads" in given:
-        given.setdefault("kv_heads", math.gcd(given["heads"], preset.kv_heads or 1))
+        every = preset.mla is not None  # latent attention makes keys and values of each head
+        given.setdefault("kv_heads", given["heads"] if every else math.gcd(given["heads"], preset.kv_heads or 1))
     if name.endswith("tiny") and tokenizer_vocab is not None and "vocab" not in given:
         given["vocab"] = -(-tokenizer_vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     sizes = _replaced(config, preset, given)
@@ -282,7 +296,33 @@ def _changes(config: TrainConfig, base: DecoderConfig) -> dict[str, Any]:
     for name in ("attention_softcap", "logit_softcap"):
         if given.get(name) == 0:
             given[name] = None
+    if (experts := _experts(config, base, given)) is not None:
+        given["moe"] = experts
     return given
+
+
+def _experts(config: TrainConfig, base: DecoderConfig, given: dict[str, Any]) -> MoE | None:
+    """The experts that --moe.* asks for; None where it says nothing. Raises UserError for settings that do not fit."""
+    asked = {f.name: v for f in dataclasses.fields(ExpertConfig) if (v := getattr(config.moe, f.name)) is not None}
+    if not asked:
+        return None
+    if base.moe is None and "experts" not in asked:
+        raise UserError(
+            f"--moe.{_flag(next(iter(asked)))} is for a model with experts, and {model_name(config)} has none: add "
+            "--moe.experts, or leave it out"
+        )
+    if "dtype" in asked:
+        asked["dtype"] = dtype_of(asked["dtype"])
+    if asked.get("capacity") == 0:
+        asked["capacity"] = None
+    form = {n: asked.pop(n) for n in ("mlp", "shared", "dense_layers") if n in asked}
+    try:
+        if base.moe is not None:
+            return dataclasses.replace(base.moe, routing=dataclasses.replace(base.moe.routing, **asked), **form)
+        asked = {"top_k": min(2, asked["experts"]), "normalised": asked.get("top_k", 2) > 1, **asked}
+        return MoE(Routing(**asked), **{"mlp": given.get("mlp", base.mlp), **form})
+    except UserError as error:
+        raise UserError(f"--moe: {error}") from None
 
 
 def _replaced(config: TrainConfig, base: DecoderConfig, given: dict[str, Any]) -> DecoderConfig:

@@ -193,7 +193,9 @@ def reshape_plan(equation: Equation, mesh: Mesh, rules: Rules) -> tuple[tuple[St
             target[axis] = "I"
     have, want = held(left, source, mesh, rules), held(right, target, mesh, rules)
     orders = zigzags(left, mesh, rules), zigzags(right, mesh, rules)
-    steps = steps_between(mesh, source, target, have, want, repr(equation.text), orders, free_sizes(left, rules))
+    # a dim may have another name on each side ("all" for a whole "seq"), of which one is uneven
+    sizes = [a or b for a, b in zip(free_sizes(left, rules), free_sizes(right, rules), strict=False)]
+    steps = steps_between(mesh, source, target, have, want, repr(equation.text), orders, sizes)
     return steps, source, target
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 _open: list[list[Collective]] = []
 
@@ -46,8 +47,9 @@ class Collective:
 
 
 def note_collective(kind: str, axes: Sequence[str], ranks: int, x: torch.Tensor) -> None:
-    """Called where a collective is issued; does nothing unless a record is open, and nothing in a compiled graph."""
-    if not torch.compiler.is_compiling() and _open:
+    """Called where a collective is issued; does nothing unless a record is open, nothing in a compiled graph
+    (`fmegatron.testing.ledger` counts those), and nothing where shapes alone are asked for."""
+    if not torch.compiler.is_compiling() and _open and not isinstance(x, FakeTensor):
         made = Collective(kind, tuple(axes), ranks, x.numel(), x.dtype)
         for record in _open:
             record.append(made)

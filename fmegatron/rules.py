@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fmegatron.errors import UserError
@@ -10,6 +10,9 @@ from fmegatron.mesh import Axes, Mesh
 
 # How attention reads a sequence that mesh axes cut: fmegatron.parallel.context
 CONTEXTS = ("gather", "ring", "ulysses", "ulysses+ring")
+
+# Dims of latent attention that no axis cuts: fmegatron.models.mla
+LATENT = ("q_latent", "kv_latent", "latent_rope", "nope_value", "value")
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,8 @@ def standard_rules(
 ) -> Rules:
     """The usual table for the models of this library, of the axes that the mesh has.
 
-    batch on dp, seq on cp, attention heads (kv and group), mlp and vocab on tp; with `sequence_parallel` the sequence
-    between blocks, `seq*`, lies on tp too. `store` adds axes that hold trees at rest, `zero` says which trees (see
+    batch on dp, seq on cp, attention heads (kv and group), mlp and vocab on tp, experts on ep and their width on etp; with
+    `sequence_parallel` the sequence between blocks, `seq*`, lies on tp too. `store` adds axes that hold trees at rest, `zero` says which trees (see
     `Rules`; None: 3). With a `zero` of 1 or more and no `store`, that is fsdp, or dp where the mesh has no fsdp.
 
     context: how attention reads a sequence on cp (see `Rules`); "ulysses" takes cp, or cp_kv and cp_group where the
@@ -113,11 +116,13 @@ def standard_rules(
         "qkv": None,  # of a fused leaf: the queries of a kv head, its key and its value
         "mlp": present("tp"),
         "gated": None,  # of a fused leaf: gate and up
+        **dict.fromkeys(LATENT),
         "vocab": present("tp"),
         "embed": None,
         "head": None,
         "position": None,  # rows of a table of learned positions
         "kvseq": None,  # the sequence of keys and values, which attention reads whole
+        **_expert_rows(mesh, sequence_parallel),
     }
     zigzag = context != "ulysses" if zigzag is None else zigzag
     if sequence_parallel:
@@ -136,7 +141,7 @@ def standard_rules(
         store = present("fsdp") or present("dp")
     return Rules(
         compute=compute,
-        activations=(*Rules.activations, "qkv", "gated"),  # not every model has them
+        activations=(*Rules.activations, "qkv", "gated", *LATENT, *_EXPERT_DIMS),  # not every model has them
         store=store,
         zero=3 if zero is None else zero,
         store_optimizer=store_optimizer,
@@ -144,3 +149,40 @@ def standard_rules(
         context=context,
         uneven=uneven or {},
     )
+
+
+_EXPERT_DIMS = ("expert", "emlp", "shared_mlp", "route", "choice", "all", "all_rows", "layer")
+
+
+def _expert_rows(mesh: Mesh, sequence_parallel: bool) -> dict[str, Axes]:
+    """The rows of mixtures of experts: `expert` on ep and `emlp` (the experts' width) on etp; on tp where the mesh has
+    neither. Tokens among experts lie on the axes of the stream without these: batch' and seq' without both, batch'' and
+    seq'' without those of `emlp`; expert' are the axes of `expert` on which no token lies."""
+
+    def present(*names: str) -> tuple[str, ...]:
+        found = mesh.expand([n for n in names if n in mesh.names or n in mesh.sizes])
+        return tuple(sorted(found, key=mesh.order.index))  # as parameters lie
+
+    expert, emlp = present("ep"), present("etp")
+    if not expert and not emlp:
+        emlp = present("tp")
+    batch, seq = ("dp", "fsdp"), ("cp", "tp") if sequence_parallel else ("cp",)
+
+    def without(names: Iterable[str], some: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(a for n in names if n in mesh.names or n in mesh.sizes for a in mesh.expand(n) if a not in some)
+
+    return {
+        "expert": expert,
+        "emlp": emlp,
+        "shared_mlp": present("tp"),  # the width of the expert that every token has
+        "route": None,  # the router's output: every rank has the scores of its tokens for all experts
+        "choice": None,  # a token's experts
+        "all": None,  # a sequence read whole, where decisions are made over it
+        "all_rows": None,  # a batch read whole
+        "layer": None,  # of statistics
+        "batch'": without(batch, expert + emlp),
+        "seq'": without(seq, expert + emlp),
+        "batch''": without(batch, emlp),
+        "seq''": without(seq, emlp),
+        "expert'": without(expert, without(batch + seq, ())),
+    }

@@ -766,7 +766,8 @@ def _map_params(f: Callable[[torch.Tensor, Param], torch.Tensor], params: Any, s
             raise ShardingError(f"parameters and spec differ: parameters have {got}, the spec {sorted(map(str, spec))}")
         return {k: _map_params(f, params[k], spec[k]) for k in spec}
     if isinstance(spec, list | tuple):
-        return type(spec)(_map_params(f, p, s) for p, s in zip(params, spec, strict=True))
+        made = [_map_params(f, p, s) for p, s in zip(params, spec, strict=True)]
+        return type(spec)(*made) if hasattr(spec, "_fields") else type(spec)(made)
     return tree.tree_map(f, params, spec)
 
 

@@ -109,6 +109,7 @@ def train_step(
     donate: bool = False,
     check_finite: bool = True,
     update_extras: Callable[[Any, Any], Any] | None = None,
+    update_params: Callable[[Any, Any, Sharding], Any] | None = None,
     loss_scale: LossScaling | None = None,
     gradients: Callable[..., Any] | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
@@ -122,6 +123,8 @@ def train_step(
     check_finite: raise NonFiniteError, before anything is changed, for a loss or gradient that is not finite.
     update_extras: (extras, stats) -> extras, by the step's reduced statistics, outside optimizer and norm. With delayed fp8
         scaling (`precision.fp8`) the extras have a part "fp8", made by `fmegatron.fp8.scaling.init`, which it hands on.
+    update_params: (params, stats, sh) -> params, behind the optimizer's update: what changes by statistics and not by a
+        gradient, such as the biases of a router's choice (`Decoder.update_params`).
     gradients: in place of `accumulate(loss, …)`, such as `fmegatron.parallel.pipeline.pipeline`: a function of its type.
         loss, weights, microbatches and trainable are then unused. Where it has a `norm`, that is the global norm.
     loss_scale: a policy for fp16, such as `dynamic_loss_scale()`; the first state has TrainState(…,
@@ -177,6 +180,9 @@ def train_step(
         updates = old.step - scaling.skipped if scaling else old.step
         if finite:
             params, _, opt = optimizer.update(params, grads, opt, donate=donate, grad_norm=norm)
+            if update_params is not None:
+                with torch.no_grad():
+                    params = update_params(params, found["stats"], sh)
             extras = extras if update_extras is None else update_extras(extras, found["stats"])
             extras = fp8.end(now, extras)
         if policy and scaling and readable:

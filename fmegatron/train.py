@@ -567,25 +567,26 @@ class Loop:
         return text.splitlines()[0] if text else "The "
 
     def show_sample(self, state: TrainState) -> None:
-        """Text that the model writes, made on the first rank from all parameters; on several ranks those must be
-        few."""
-        setup, spec, report = self.run.setup, self.run.spec, self.report
-        size = count(spec) * setup.precision.params.itemsize
-        if setup.mesh.world > 1 and size > SAMPLE_BYTES:
-            report.print(f"sample                none: {size / 2**30:.1f} GiB of parameters are divided over the ranks")
-            return
-        if self.run.pipe is not None:
-            report.print("sample                none: the layers are divided over the ranks of a pipeline")
-            return
-        params = on_one_rank(state.params)
+        """Text that the model writes: on the first rank from all parameters, which on several ranks must be few, or
+        through the stages of a pipeline."""
+        run, setup, report = self.run, self.run.setup, self.report
+        model: Any = dataclasses.replace(run.model, compile=False)
+        params, sh = state.params, run.sh
+        if run.pipe is None:
+            size = count(run.spec) * setup.precision.params.itemsize
+            if setup.mesh.world > 1 and size > SAMPLE_BYTES:
+                report.print(
+                    f"sample                none: {size / 2**30:.1f} GiB of parameters are divided over the ranks"
+                )
+                return
+            params, sh = on_one_rank(params), Sharding(precision=setup.precision)
         if params is None:
             return
-        model = dataclasses.replace(self.run.model, compile=False)
-        sh = Sharding(precision=setup.precision)
         ids = prompt_ids(self.tokenizer, self.prompt())
         tokens = min(SAMPLE_TOKENS, most_tokens(model, len(ids)))
         if tokens < 1:
             return
+        model = model if run.pipe is None else run.pipe.of(model)
         options = {"tokens": tokens, "temperature": 0.8, "eod": self.tokenizer.eod, "sh": sh}
         new = generate_tokens(model, params, [ids], **options)[0]  # type: ignore[arg-type]
         text = self.tokenizer.decode(ids + new)

@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args
 
 from fmegatron import primitives
 from fmegatron.errors import UserError
+from fmegatron.models.moe import MoE, moe_from_dict, moe_to_dict
 
 Kind = Literal["full", "window"]
-Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "gelu", "gelu_tanh", "relu2"]
 CHOICES = {
     "positions": ("rotary", "learned", "none"),
     "norm": ("rms", "layer"),
@@ -19,6 +20,39 @@ CHOICES = {
     "qk_norm": (None, "head", "all"),
     "activation": get_args(Activation),
 }
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Sizes of multi-head latent attention (`fmegatron.models.mla`).
+
+    q_rank, kv_rank: width of the latent of queries (None: they are made of the stream) and of keys and values.
+    nope, rope, value: of one head: features of queries and keys without positions, those with rotary positions, and
+        features of a value.
+    norm_eps: of the norms of the latents.
+    """
+
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    q_rank: int | None = None
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("kv_rank", "nope", "rope", "value", "q_rank"):
+            value = getattr(self, name)
+            if name == "q_rank" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"mla: {name}={value!r} must be an int of 1 or more")
+        if self.rope % 2:
+            raise UserError(f"mla: rope={self.rope} must be even: rotary positions turn pairs of features")
+
+    @property
+    def head(self) -> int:
+        """Features of a query or key."""
+        return self.nope + self.rope
 
 
 @dataclass(frozen=True)
@@ -39,6 +73,9 @@ class DecoderConfig:
     pattern: kinds of the layers, "window" or "full", repeated over them; () means all windowed if there is a window.
     attention_scale, attention_softcap: of the scores; None: 1 / sqrt(head), and no cap.
     sinks: a learned logit per head in the softmax's denominator (GPT-OSS).
+    mla: sizes of multi-head latent attention (DeepSeek V2, V3), None for plain heads. `head` is then that of queries and
+        keys, qkv_bias adds biases to the down products, and of rotary positions turns the part that `mla` says.
+    moe: the experts of layers that have them (see `fmegatron.models.moe`), None for a dense model.
     qk_norm: a norm of queries and keys, of each "head" (Qwen 3) or of "all" heads together (OLMo 2).
     qkv_bias, out_bias, mlp_bias: biases of the products.
 
@@ -46,7 +83,7 @@ class DecoderConfig:
     norm_place: "pre" (before each part), "post" (behind it; OLMo 2) or "both" (Gemma 2).
     norm_zero_centred: the scale is 1 + weight (Gemma). norm_wide_weight: the weight is applied before the result is
         rounded to the compute dtype.
-    activation: "swiglu", "geglu", "geglu_tanh" (gated), "gelu", "gelu_tanh", "relu2".
+    activation: "swiglu", "geglu", "geglu_tanh", "clamped_swiglu" (gated), "gelu", "gelu_tanh", "relu2".
 
     embed_scale: multiplies the embedding. logit_softcap: of the final logits. tied: the output matrix is the embedding.
     max_seq: the longest sequence that the model is made for; with learned positions the number of rows.
@@ -76,6 +113,8 @@ class DecoderConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     sinks: bool = False
+    mla: MLA | None = None
+    moe: MoE | None = None
     qk_norm: Literal["head", "all"] | None = None
     qkv_bias: bool = False
     out_bias: bool = False
@@ -119,12 +158,32 @@ class DecoderConfig:
             raise UserError(f'pattern={self.pattern!r} must hold "full" and "window" only')
         if "window" in self.pattern and self.window is None:
             raise UserError(f"pattern={self.pattern!r} has windowed layers: give window=…, the keys that a query sees")
+        if self.mla is not None:
+            self._check_mla(self.mla)
         if self.norm == "layer" and (self.norm_zero_centred or self.norm_wide_weight):
             raise UserError('norm="layer" takes neither norm_zero_centred nor norm_wide_weight')
+
+    def _check_mla(self, mla: MLA) -> None:
+        if self.head != mla.head:
+            raise UserError(f"head={self.head} must be {mla.head}, nope + rope of mla: leave it out")
+        if self.kv_heads != self.heads:
+            raise UserError(f"kv_heads={self.kv_heads} must be heads={self.heads} with mla: leave it out")
+        if self.rope_dim is not None:
+            raise UserError(
+                f"rope_dim={self.rope_dim} with mla: its `rope` says which features are turned; leave it out"
+            )
+        if self.positions != "rotary":
+            raise UserError(f"positions={self.positions!r} with mla: its rope key takes rotary positions alone")
+        if self.qk_norm is not None:
+            raise UserError(f"qk_norm={self.qk_norm!r} with mla, which norms its latents: leave it out")
+        if self.fused_qkv:
+            raise UserError("fused_qkv with mla, which has no matrices to fuse: leave it out")
 
     def _fill(self) -> None:
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
+        if self.head is None and self.mla is not None:
+            object.__setattr__(self, "head", self.mla.head)
         if self.head is None:
             if self.embed % self.heads:
                 raise UserError(
@@ -141,6 +200,8 @@ class DecoderConfig:
     @property
     def turned(self) -> int:
         """Features of a head that rotary positions turn."""
+        if self.mla is not None:
+            return self.mla.rope
         return self.head if self.rope_dim is None else self.rope_dim
 
     @property
@@ -159,6 +220,8 @@ class DecoderConfig:
 def config_to_dict(config: DecoderConfig) -> dict[str, Any]:
     """The fields as JSON can hold them, for a checkpoint's metadata."""
     fields = dataclasses.asdict(config)
+    if config.moe is not None:
+        fields["moe"] = moe_to_dict(config.moe)
     if config.rope_scaling is not None:
         fields["rope_scaling"] = {"kind": type(config.rope_scaling).__name__, **fields["rope_scaling"]}
     return fields
@@ -167,6 +230,10 @@ def config_to_dict(config: DecoderConfig) -> dict[str, Any]:
 def config_from_dict(fields: Mapping[str, Any]) -> DecoderConfig:
     """The config that `config_to_dict` wrote."""
     fields = dict(fields)
+    if fields.get("moe") is not None:
+        fields["moe"] = moe_from_dict(fields["moe"])
+    if fields.get("mla") is not None:
+        fields["mla"] = MLA(**fields["mla"])
     if (scaling := fields.get("rope_scaling")) is not None:
         given = {n: tuple(v) if isinstance(v, list) else v for n, v in scaling.items() if n != "kind"}
         fields["rope_scaling"] = getattr(primitives, scaling.get("kind", "Llama3Scaling"))(**given)

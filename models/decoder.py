@@ -25,15 +25,28 @@ from fmegatron.accumulate import Term, Weight
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.initializers import Normal, Ones, Zeros
+from fmegatron.models import mla
 from fmegatron.models.config import DecoderConfig
 from fmegatron.models.fused import own_rows, split_qkv
+from fmegatron.models.moe import (
+    add_records,
+    expert_spec,
+    first_records,
+    record_terms,
+    record_weights,
+    updated_biases,
+)
 from fmegatron.parallel.context import context_attention
+from fmegatron.parallel.dispatch import BACKENDS, Backend
+from fmegatron.parallel.experts import mlp_experts
+from fmegatron.parallel.moe import moe, router
 from fmegatron.parallel.stack import stack
 from fmegatron.primitives import (
     add_layer_norm,
     add_rms_norm,
     apply_rotary_both,
     attention,
+    clamped_swiglu,
     dropout,
     embedding,
     geglu,
@@ -53,7 +66,7 @@ from fmegatron.zero import Ahead
 IGNORE = -100  # the label of a token without a loss
 TO_LOGITS = "batch seq embed, vocab embed -> batch seq vocab"
 ENTER_ATTENTION = "batch seq* embed -> batch seq embed | kv group"
-ENTER_MLP = "batch seq* embed -> batch seq embed | mlp"
+ENTER_MLP = "batch seq* embed -> batch seq embed | {}"
 ENTER_VOCAB = "batch seq* embed -> batch seq embed | vocab"
 
 # Feed-forward activations: gated ones take (gate, up), or both in one tensor; the others up alone.
@@ -61,6 +74,7 @@ GATED: dict[str, Callable[..., Tensor]] = {
     "swiglu": swiglu,
     "geglu": geglu,
     "geglu_tanh": functools.partial(geglu, approximate="tanh"),
+    "clamped_swiglu": clamped_swiglu,
 }
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
@@ -81,6 +95,7 @@ class Decoder:
         where one product reads the normed stream: of fused leaves, and of `up` without a gate.
     kernel: of norms, activations, rotary embedding and loss: "auto", "torch" or "triton" (see `fmegatron.kernels`).
     keep_probabilities: those of the loss, from forward to backward (`keep` of `linear_cross_entropy`).
+    dispatch: how tokens reach their experts: "dense", "all-gather" or "all-to-all" (see `fmegatron.parallel.dispatch`).
     """
 
     config: DecoderConfig
@@ -91,9 +106,12 @@ class Decoder:
     overlap: int = 0
     kernel: str = "auto"
     keep_probabilities: bool | None = None
+    dispatch: Backend = "all-to-all"
     _stack: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
+        if self.dispatch not in BACKENDS:
+            raise UserError(f"dispatch={self.dispatch!r} is not known: use one of {', '.join(BACKENDS)}")
         layers = self.spec()["layers"]
         made = stack(self.block, layers, save=self.save, compile=self.compile, context=self._layer_context)
         object.__setattr__(self, "_stack", made)
@@ -108,7 +126,7 @@ class Decoder:
     def spec(self) -> dict[str, Any]:
         """The parameters: {"embed", "positions" if they are learned, "layers": {index: …}, "norm", "norm_bias" of a
         layer norm, "head" unless tied}."""
-        return {**self._ends(), "layers": {i: self._block_spec() for i in range(self.config.layers)}}
+        return {**self._ends(), "layers": {i: self._block_spec(i) for i in range(self.config.layers)}}
 
     @functools.cached_property
     def _outside(self) -> dict[str, Param]:
@@ -134,13 +152,48 @@ class Decoder:
             found[f"{name}_bias"] = Param((c.embed,), "embed", Zeros(), over="batch seq*")
         return found
 
-    def _block_spec(self) -> dict[str, Param]:
+    def _block_spec(self, index: int) -> dict[str, Param]:
         c = self.config
         # the two matrices that write to the stream start smaller, so that its variance does not grow with depth (GPT-2)
         std, out = Normal(c.init_std), Normal(c.init_std / math.sqrt(2 * c.layers))
+        found = self._norm_spec("norm1") if c.norm_place != "post" else {}
+        found |= self._attention_spec(std, out) if c.mla is None else mla.spec(c)
+        if c.norm_place != "pre":
+            found |= self._norm_spec("norm1_post")
+        if c.norm_place != "post":
+            found |= self._norm_spec("norm2")
+        if c.moe is None or index in c.moe.dense_layers:
+            found |= self._mlp_spec("", c.mlp, std, out)
+        else:
+            found |= expert_spec(c.moe, embed=c.embed, gated=c.activation in GATED, std=std, out=out)
+            if c.moe.shared:
+                found |= self._mlp_spec("shared_", c.moe.shared, std, out)
+        if c.norm_place != "pre":
+            found |= self._norm_spec("norm2_post")
+        return found
+
+    def _mlp_spec(self, prefix: str, width: int, std: Normal, out: Normal) -> dict[str, Param]:
+        """A feed-forward part that every token meets."""
+        c, token, found, mlp = self.config, "batch seq", {}, f"{prefix}mlp"
+        names = ("gate", "up") if c.activation in GATED else ("up",)
+        if c.fused_gate_up and c.activation in GATED:
+            found["gate_up"] = Param((c.embed, 2, width), f"embed gated {mlp}", std, over=token)
+            if c.mlp_bias:
+                found["gate_up_bias"] = Param((2, width), f"gated {mlp}", Zeros(), over=token, decay=False)
+        else:
+            found |= {n: Param((c.embed, width), f"embed {mlp}", std, over=token) for n in names}
+            if c.mlp_bias:
+                found |= {f"{n}_bias": Param((width,), mlp, Zeros(), over=token) for n in names}
+        found["down"] = Param((width, c.embed), f"{mlp} embed", out, over=token)
+        if c.mlp_bias:
+            found["down_bias"] = Param((c.embed,), "embed", Zeros(), over="batch seq*")
+        return {f"{prefix}{name}": param for name, param in found.items()}
+
+    def _attention_spec(self, std: Normal, out: Normal) -> dict[str, Param]:
+        c = self.config
         token, per_kv, stream = "batch seq", "batch seq group", "batch seq*"
         query, keys = (c.kv_heads, c.group, c.head), (c.kv_heads, c.head)
-        found = self._norm_spec("norm1") if c.norm_place != "post" else {}
+        found: dict[str, Param] = {}
         if c.fused_qkv:
             rows = (c.kv_heads, c.group + 2, c.head)
             found["qkv"] = Param((c.embed, *rows), "embed kv qkv head", std, over=per_kv)
@@ -163,24 +216,6 @@ class Decoder:
         found["o"] = Param((*query, c.embed), "kv group head embed", out, over=token)
         if c.out_bias:
             found["o_bias"] = Param((c.embed,), "embed", Zeros(), over=stream)
-        if c.norm_place != "pre":
-            found |= self._norm_spec("norm1_post")
-        if c.norm_place != "post":
-            found |= self._norm_spec("norm2")
-        names = ("gate", "up") if c.activation in GATED else ("up",)
-        if c.fused_gate_up and c.activation in GATED:
-            found["gate_up"] = Param((c.embed, 2, c.mlp), "embed gated mlp", std, over=token)
-            if c.mlp_bias:
-                found["gate_up_bias"] = Param((2, c.mlp), "gated mlp", Zeros(), over=token, decay=False)
-        else:
-            found |= {n: Param((c.embed, c.mlp), "embed mlp", std, over=token) for n in names}
-            if c.mlp_bias:
-                found |= {f"{n}_bias": Param((c.mlp,), "mlp", Zeros(), over=token) for n in names}
-        found["down"] = Param((c.mlp, c.embed), "mlp embed", out, over=token)
-        if c.mlp_bias:
-            found["down_bias"] = Param((c.embed,), "embed", Zeros(), over=stream)
-        if c.norm_place != "pre":
-            found |= self._norm_spec("norm2_post")
         return found
 
     # ------------------------------------------------------------------------------------- the parts of a pipeline
@@ -207,6 +242,8 @@ class Decoder:
                 extras[f"rotary {kind}"] = rotary_table(
                     positions, c.turned, base=base, scaling=scaling, length=length, dtype=dtype
                 )
+        if c.moe is not None:
+            extras["expert_layers"] = torch.eye(len(c.moe.layers(c.layers)), device=tokens.device)
         return ctx.replace(positions=positions, segments=batch.get("segments", ctx.segments), extras=extras)
 
     def _layer_context(self, ctx: Ctx, index: int) -> Ctx:
@@ -215,11 +252,18 @@ class Decoder:
         kind = c.kinds[index]
         mine = {n: t for n, t in extras.items() if not n.startswith("rotary ")}
         mine |= {"rotary": extras.get(f"rotary {kind}"), "window": c.window if kind == "window" else None}
+        if c.moe is not None:
+            experts = mine.pop("expert_layers")
+            mine["expert_layer"] = None if index in c.moe.dense_layers else experts[c.moe.layers(c.layers).index(index)]
         return ctx.replace(extras=mine)
 
-    def embed(self, params: Mapping[str, Any], batch: Mapping[str, Tensor], ctx: Ctx) -> Tensor:
-        """tokens[batch seq] -> stream[batch seq* embed]."""
-        return self._embedded(self._ahead(params, self._front, ctx)(), batch, ctx)
+    def embed(self, params: Mapping[str, Any], batch: Mapping[str, Tensor], ctx: Ctx) -> Any:
+        """tokens[batch seq] -> stream[batch seq* embed], or with experts the carry that `fmegatron.models.moe` describes."""
+        return self._carry(self._embedded(self._ahead(params, self._front, ctx)(), batch, ctx))
+
+    def _carry(self, x: Tensor) -> Any:
+        """What the first layer gets: the stream, and with experts what routers add to."""
+        return x if self.config.moe is None else first_records(x, self.config.moe, self.config.layers)
 
     def _embedded(self, used: Mapping[str, Tensor], batch: Mapping[str, Tensor], ctx: Ctx) -> Tensor:
         c, sh = self.config, ctx.sh
@@ -236,26 +280,37 @@ class Decoder:
     def block(self, p: Mapping[str, Tensor], x: Any, ctx: Ctx) -> Any:
         """One layer: its gathered parameters and stream[batch seq* embed] -> stream[batch seq* embed].
 
-        In generation the carry is (stream, cache) and the new keys and values are written to the cache (`cached`).
+        In generation the carry is (stream, cache) and the new keys and values are written to the cache (`cached`); with
+        experts it is otherwise a dict (see `fmegatron.models.moe`).
         """
         x, cache = x if isinstance(x, tuple) else (x, None)
+        x, records = (x["x"], x) if isinstance(x, dict) else (x, None)
         x, h = self._add_and_norm(p, "norm1", x)
         y = self._dropped(self._norm(p, "norm1_post", self._attend(p, h, cache, ctx)), "attention", ctx)
         x, h = self._add_and_norm(p, "norm2", x, y)
-        y = self._dropped(self._norm(p, "norm2_post", self._feed_forward(p, h, ctx)), "mlp", ctx)
-        x = x + y
+        if "router" in p:
+            y, routed = self._experts(p, h, ctx)
+            if records is not None and self.config.moe is not None:
+                records = add_records(records, routed, self.config.moe, ctx)
+        else:
+            y = self._feed_forward(p, h, ctx)
+        x = x + self._dropped(self._norm(p, "norm2_post", y), "mlp", ctx)
+        if records is not None:
+            return {**records, "x": x}
         return x if cache is None else (x, cache)
 
     def head(
-        self, params: Mapping[str, Any], x: Tensor, batch: Mapping[str, Tensor], ctx: Ctx
+        self, params: Mapping[str, Any], x: Any, batch: Mapping[str, Tensor], ctx: Ctx
     ) -> tuple[dict[str, Term], Any]:
-        """stream[batch seq* embed] and labels[batch seq] -> ({"lm": loss of each token}, no statistics)."""
+        """stream[batch seq* embed] and labels[batch seq] -> ({"lm": loss of each token}, no statistics). With experts also
+        the terms "balance" and "router_z", if they have coefficients, and {"load": tokens, [layer route]}."""
         return self._losses(self._ahead(params, self._back, ctx)(), x, batch, ctx)
 
     def _losses(
-        self, used: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, Tensor], ctx: Ctx
+        self, used: Mapping[str, Tensor], x: Any, batch: Mapping[str, Tensor], ctx: Ctx
     ) -> tuple[dict[str, Term], Any]:
-        h, table = self._last(used, x, ctx)
+        terms, stats = ({}, None) if self.config.moe is None else record_terms(x)
+        h, table = self._last(used, self._stream(x), ctx)
         per_token = linear_cross_entropy(
             h,
             table,
@@ -272,7 +327,11 @@ class Decoder:
         )
         if (mask := batch.get("mask")) is not None:
             per_token = per_token * mask.to(per_token.dtype)
-        return {"lm": Term(per_token, "batch seq")}, None
+        return {"lm": Term(per_token, "batch seq"), **terms}, stats
+
+    @staticmethod
+    def _stream(carry: Any) -> Tensor:
+        return carry["x"] if isinstance(carry, dict) else carry
 
     # ----------------------------------------------------------------------------------------------------- the whole
 
@@ -285,22 +344,32 @@ class Decoder:
         # beside the layers' gathers: what is read in front of them with the first, what behind with the last
         front, back = self._ahead(params, self._front, ctx), self._ahead(params, self._back, ctx)
         front.begin()
-        x = self._stack(params["layers"], lambda: self._embedded(front(), batch, ctx), ctx, back.begin)
+        x = self._stack(params["layers"], lambda: self._carry(self._embedded(front(), batch, ctx)), ctx, back.begin)
         return self._losses(back(), x, batch, ctx)
 
     def weights(self, batch: Mapping[str, Tensor]) -> dict[str, Weight]:
         """By what each term is divided: the number of tokens that count."""
         counts = batch["labels"] != IGNORE
         if (mask := batch.get("mask")) is not None:
-            return {"lm": Weight(mask * counts, "batch seq")}
-        return {"lm": Weight(counts, "batch seq")}
+            counts = mask * counts
+        more = {} if self.config.moe is None else record_weights(batch, self.config.moe)
+        return {"lm": Weight(counts, "batch seq"), **more}
+
+    @property
+    def update_params(self) -> Callable[[Any, Any, Any], Any] | None:
+        """(params, stats, sh) -> params: what changes behind the optimizer's update by a step's statistics (see
+        `train_step`): the biases by which experts are chosen. None where there are none."""
+        moe = self.config.moe
+        if moe is None or not moe.routing.expert_bias:
+            return None
+        return lambda params, stats, sh: updated_biases(params, stats, self.spec(), moe, sh)
 
     def logits(self, params: Mapping[str, Any], tokens: Tensor, ctx: Ctx | None = None, **batch: Tensor) -> Tensor:
         """tokens[batch seq] -> logits[batch seq vocab] (each rank its part of the vocabulary)."""
         rest = {"tokens": tokens, **batch}
         ctx = self.context(rest, ctx or Ctx())
         x = self._stack(params["layers"], self.embed(params, rest, ctx), ctx)
-        return self._logits(params, x, ctx)
+        return self._logits(params, self._stream(x), ctx)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations of forward and backward per token: 6 per element of a matrix that a token meets,
@@ -308,11 +377,18 @@ class Decoder:
         causal mask, fewer in a window."""
         c = self.config
         matrices = 3 if c.activation in GATED else 2
-        per_layer = c.embed * c.head * (2 * c.heads + 2 * c.kv_heads) + matrices * c.embed * c.mlp
+        heads, score = c.embed * c.head * (2 * c.heads + 2 * c.kv_heads), 2.0 * c.head
+        if c.mla is not None:
+            heads, score = mla.matrix_elements(c), c.mla.head + c.mla.value
+        feed_forward = matrices * c.embed * c.mlp * c.layers
+        if c.moe is not None:
+            experts = len(c.moe.layers(c.layers))
+            each = matrices * (c.moe.routing.top_k * c.moe.mlp + c.moe.shared) + c.moe.routing.experts
+            feed_forward = c.embed * (matrices * c.mlp * (c.layers - experts) + each * experts)
         w = min(c.window or seq_len, seq_len)
         seen = {"full": seq_len / 2, "window": w * (1 - w / (2 * seq_len))}
         keys = sum(seen[kind] for kind in c.kinds)
-        return 6.0 * (c.layers * per_layer + c.embed * c.vocab) + 12.0 * c.heads * c.head * keys
+        return 6.0 * (c.layers * heads + feed_forward + c.embed * c.vocab) + 6.0 * c.heads * score * keys
 
     # -------------------------------------------------------------------------------------------------- generation
 
@@ -320,8 +396,10 @@ class Decoder:
         self, rows: int, slots: int, *, dtype: torch.dtype = torch.float32, device: Any = "cpu"
     ) -> dict[int, Any]:
         """Room for the keys and values of `slots` tokens of each row: {layer: {"k", "v"}}, each [rows, slots, kv,
-        head]."""
+        head]; of latent attention {"latent"}, [rows, slots, latent_rope]."""
         c = self.config
+        if c.mla is not None:
+            return mla.make_cache(c, rows, slots, dtype=dtype, device=device)
         shape = (rows, slots, c.kv_heads, c.head)
         return {i: {n: torch.zeros(shape, dtype=dtype, device=device) for n in "kv"} for i in range(c.layers)}
 
@@ -336,18 +414,21 @@ class Decoder:
         slots = (start, start + tokens.shape[1])
         ctx = ctx.replace(extras={**(ctx.extras or {}), "slots": slots, "kv_segments": segments})
         ctx = self.context(rest, ctx)
-        x, _ = self._stack(params["layers"], (self.embed(params, rest, ctx), cache), ctx)
-        return self._logits(params, x[:, -1:], ctx)[:, -1]
+        x, _ = self.stack(params["layers"], (self._stream(self.embed(params, rest, ctx)), cache), ctx)
+        return self.unembed(params, x[:, -1:], ctx)[:, -1]
+
+    def unembed(self, params: Mapping[str, Any], x: Tensor, ctx: Ctx) -> Tensor:
+        """stream[batch seq* embed] -> logits[batch seq vocab] (each rank its part of the vocabulary)."""
+        return self._logits(params, x, ctx)
 
     # ----------------------------------------------------------------------------------------------------- the block
 
     def _attend(self, p: Mapping[str, Tensor], x: Tensor, cache: Any, ctx: Ctx) -> Tensor:
-        sh, extras = ctx.sh, ctx.extras
-        q, k, v = self._fused_qkv(p, x, ctx) if "qkv" in p else self._qkv(p, sh(x, ENTER_ATTENTION), ctx)
-        q, k = self._qk_norm(p, q, k, ctx)
-        if extras["rotary"] is not None:
-            q, k = apply_rotary_both(q, k, *extras["rotary"], interleaved=self.config.rope_interleaved, **self._kernel)
-        a = self._self_attention(p, q, k, v, ctx) if cache is None else self._cached_attention(p, q, k, v, cache, ctx)
+        sh, c = ctx.sh, self.config
+        if c.mla is not None:
+            a = mla.attend(p, x, c, ctx, cache=cache, overlap=self.overlap, kernel=self._kernel)
+        else:
+            a = self._heads(p, x, cache, ctx)
         y = sh.dot(
             a,
             p["o"],
@@ -356,6 +437,17 @@ class Decoder:
             overlap=self.overlap,
         )
         return y + p["o_bias"] if "o_bias" in p else y
+
+    def _heads(self, p: Mapping[str, Tensor], x: Tensor, cache: Any, ctx: Ctx) -> Tensor:
+        """What the heads read of each other, [batch seq kv group head]."""
+        sh, extras = ctx.sh, ctx.extras
+        q, k, v = self._fused_qkv(p, x, ctx) if "qkv" in p else self._qkv(p, sh(x, ENTER_ATTENTION), ctx)
+        q, k = self._qk_norm(p, q, k, ctx)
+        if extras["rotary"] is not None:
+            q, k = apply_rotary_both(q, k, *extras["rotary"], interleaved=self.config.rope_interleaved, **self._kernel)
+        if cache is not None:
+            return self._cached_attention(p, q, k, v, cache, ctx)
+        return self._self_attention(p, q, k, v, ctx)
 
     def _qkv(self, p: Mapping[str, Tensor], h: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor, Tensor]:
         """Queries[batch seq kv group head], keys and values[batch seq kv head], each by a product of its own."""
@@ -413,24 +505,47 @@ class Decoder:
             "sinks": p.get("sinks"),
         }
 
-    def _feed_forward(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> Tensor:
-        sh, activation = ctx.sh, self.config.activation
-        several = activation in GATED and "gate_up" not in p  # products that read one gathered stream
-        h, seq = (sh(x, ENTER_MLP), "seq") if several else (x, "seq*")
+    def _experts(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> tuple[Tensor, Any]:
+        """(what its experts make of each token, what the router decided)."""
+        sizes = self.config.moe
+        assert sizes is not None
+        if "expert_bias" in p:
+            ctx = ctx.replace(extras={**ctx.extras, "expert_bias": p["expert_bias"]})
+        layer = moe(
+            router(sizes.routing),
+            mlp_experts(self.config.activation if self.config.activation in GATED else PLAIN[self.config.activation]),
+            number=sizes.routing.experts,
+            backend=self.dispatch,
+        )
+        y, routed = layer(p, x, ctx)
+        if sizes.shared:
+            shared = self._feed_forward(p, x, ctx, "shared_")
+            if sizes.shared_gate:
+                shared = shared * torch.sigmoid((x * p["shared_weight"]).sum(-1, keepdim=True))
+            y = y + shared
+        return y, routed
 
-        def into(n: str, dims: str = "mlp") -> Tensor:
-            equation = f"batch {seq} embed, embed {dims} -> batch seq {dims}"
+    def _feed_forward(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx, prefix: str = "") -> Tensor:
+        sh, activation = ctx.sh, self.config.activation
+        fused, mlp = f"{prefix}gate_up" in p, f"{prefix}mlp"
+        several = activation in GATED and not fused  # products that read one gathered stream
+        h, seq = (sh(x, ENTER_MLP.format(mlp)), "seq") if several else (x, "seq*")
+
+        def into(n: str, dims: str = mlp) -> Tensor:
+            equation, n = f"batch {seq} embed, embed {dims} -> batch seq {dims}", f"{prefix}{n}"
             y = sh.dot(h, p[n], equation, name=n, overlap=self.overlap)
             return y + p[f"{n}_bias"] if f"{n}_bias" in p else y
 
-        if "gate_up" in p:
-            a = GATED[activation](into("gate_up", "gated mlp"), **self._kernel)
+        if fused:
+            a = GATED[activation](into("gate_up", f"gated {mlp}"), **self._kernel)
         elif activation in GATED:
             a = GATED[activation](into("gate"), into("up"), **self._kernel)
         else:
             a = PLAIN[activation](into("up"))
-        y = sh.dot(a, p["down"], "batch seq mlp, mlp embed -> batch seq* embed", name="down", overlap=self.overlap)
-        return y + p["down_bias"] if "down_bias" in p else y
+        down = f"{prefix}down"
+        equation = f"batch seq {mlp}, {mlp} embed -> batch seq* embed"
+        y = sh.dot(a, p[down], equation, name=down, overlap=self.overlap)
+        return y + p[f"{down}_bias"] if f"{down}_bias" in p else y
 
     def _norm(self, p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
         """The norm of this name, if the family has it."""

@@ -40,7 +40,9 @@ from fmegatron.models.config import DecoderConfig
 
 FUSED = ("fused_qkv", "fused_gate_up")  # the fields of the config
 GATED_NAMES = ("gate", "up")
+SHARED = "shared_"  # in front of the names of the expert that every token has
 MATRICES = {"qkv": ("q", "k", "v"), "gate_up": GATED_NAMES}
+MATRICES |= {f"{SHARED}gate_up": tuple(f"{SHARED}{n}" for n in GATED_NAMES)}
 JOINED = MATRICES | {f"{n}_bias": tuple(f"{m}_bias" for m in parts) for n, parts in MATRICES.items()}
 
 
@@ -76,7 +78,7 @@ def parts(config: DecoderConfig) -> dict[str, tuple[Part, ...]]:
     found = {}
     for leaf, names in JOINED.items():
         dim = "qkv" if leaf.startswith("qkv") else "gated"
-        found[leaf] = tuple(Part(n, leaf, dim, *places[n.removesuffix("_bias")]) for n in names)
+        found[leaf] = tuple(Part(n, leaf, dim, *places[n.removesuffix("_bias").removeprefix(SHARED)]) for n in names)
     return found
 
 

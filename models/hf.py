@@ -4,8 +4,8 @@
     save_hf("other", model, params, tokenizer="folder")
 
 A family is a module beside this one with `config_from_hf(fields, ignore=…) -> config`, `config_to_hf(config) -> fields`
-and `hf_map(config, spec) -> {our dotted name: HFTensor}`, of a model whose matrices are all apart. A fused leaf (see
-`fmegatron.models.fused`) is read part by part, and written so.
+and `hf_map(config, spec) -> {our dotted name: HFTensor or HFStack}`, of a model whose matrices are all apart. A fused leaf (see
+`fmegatron.models.fused`) is read part by part, and written so; so are experts, each of which has tensors of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import os
@@ -29,10 +30,12 @@ from fmegatron.checkpoint.ranks import is_first, on_first, together
 from fmegatron.data.tokenizer import load_tokenizer, save_tokenizer
 from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
+from fmegatron.models import mxfp4
 from fmegatron.models import safetensors_files as files
 from fmegatron.models.decoder import Decoder
 from fmegatron.models.fused import FUSED, Part, part_of, parts, unfused
-from fmegatron.models.hf_names import HFTensor
+from fmegatron.models.hf_names import HFStack, HFTensor
+from fmegatron.models.moe import MoE
 from fmegatron.precision import dtype_name, dtype_of
 from fmegatron.random import Key, fold_in, key, normal
 from fmegatron.sharding import Sharding
@@ -49,11 +52,21 @@ FAMILIES = {
     "phi3": "fmegatron.models.phi",
     "olmo2": "fmegatron.models.olmo",
     "gpt2": "fmegatron.models.gpt",
+    "mixtral": "fmegatron.models.mixtral",
+    "qwen2_moe": "fmegatron.models.qwen_moe",
+    "qwen3_moe": "fmegatron.models.qwen_moe",
+    "olmoe": "fmegatron.models.olmoe",
+    "gpt_oss": "fmegatron.models.gpt_oss",
+    "deepseek_v2": "fmegatron.models.deepseek",
+    "deepseek_v3": "fmegatron.models.deepseek",
 }
 
 # Constant tables that old versions of transformers saved beside the parameters.
 NOT_PARAMETERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 HEAD = "lm_head.weight"  # the output matrix; a tied model's files may hold it as well
+SCALES = (
+    "_scale_inv"  # behind the name of a tensor in fp8: the scale of each block, by which its elements are multiplied
+)
 # A new row of the vocabulary is the mean of the old ones plus this share of their standard deviation.
 NEW_ROW_NOISE = 0.01
 ROWS = 4096  # rows of the vocabulary read at once for their mean
@@ -72,6 +85,10 @@ TOKENIZER_FILES = (
 )
 GENERATION = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Fields of `Routing` that act in training, as dropout does.
+ROUTING_OF_TRAINING = frozenset(
+    "switch_loss z_loss jitter capacity drop pad force skewed_share skewed_experts group dtype bias_rate".split()
+)
 # In the header of every file that save_hf writes: how it knows a folder of its own.
 MADE_BY = {"format": "pt", "made_by": "fmegatron"}
 SHOWN = 8  # names listed in an error
@@ -115,13 +132,14 @@ def load_hf(
     spec = model.spec() if held is None else held(model.spec())
     params = params_of(spec)
     found = files.tensors_of(folder)
-    apart, layout = _apart(model)
+    apart, layout, stacks = _apart(model)
     layout = _as_in_file(layout, found)
-    saved_vocab = read_config(folder)["vocab_size"]
+    fields = read_config(folder)
+    saved_vocab, block = fields["vocab_size"], _block_of(fields, folder / "config.json")
 
     def check() -> None:
         sh.check_spec(spec)
-        _check(folder, found, apart, layout, model.config.tied, saved_vocab)
+        _check(folder, found, apart, layout, model.config.tied, saved_vocab, block)
         if model.config.tied and "embed" in params:
             _check_tied(folder, found, layout["embed"].name)
 
@@ -130,15 +148,25 @@ def load_hf(
     with contextlib.ExitStack() as stack:
         opened: dict[Path, Any] = {}
 
-        def source(path: str) -> Source:
-            file = found[layout[path].name].file
+        def file_of(name: str) -> Any:
+            file = found[name].file
             if file not in opened:
                 opened[file] = stack.enter_context(files.opened(file))
-            return Source(opened[file], apart[path], layout[path])
+            return opened[file]
+
+        def source(path: str) -> Source:
+            name, scales = layout[path].name, None
+            if found[name].code == files.BLOCK_SCALED and block is not None:
+                scales = Scales(file_of(name + SCALES), block)
+            elif mxfp4.is_packed(name):
+                scales = Scales(file_of(mxfp4.scales_of(name)), (1, mxfp4.BLOCK))
+            return Source(file_of(name), apart[path], layout[path], scales)
 
         for path, param in params.items():
             wanted = param.dtype or (sh.precision.params if dtype is None else dtype_of(dtype))
-            if path not in apart:
+            if path in stacks:
+                x = _read_stacked(stacks[path], source, param, sh, wanted)
+            elif path not in apart:
                 x = _read_joined({p: source(_sibling(path, p.name)) for p in _pieces(path, model)}, param, sh, wanted)
             elif "vocab" in param.names and model.config.vocab > saved_vocab:
                 x = _read_with_new_rows(source(path), sh, wanted, saved_vocab, fold_in(key(seed), path))
@@ -187,8 +215,7 @@ def model_of(
     kind = fields.get("model_type")
     if kind not in FAMILIES:
         raise UserError(f"{folder / 'config.json'}: model_type {kind!r} is not supported: only {', '.join(FAMILIES)}")
-    if fields.get("quantization_config"):
-        raise UserError(f"{folder / 'config.json'}: quantization_config: quantized weights are not supported")
+    _block_of(fields, folder / "config.json")
     fields = {n: v for n, v in fields.items() if n != "quantization_config"}
     try:
         config = importlib.import_module(FAMILIES[kind]).config_from_hf(fields, ignore=ignore_fields)
@@ -205,10 +232,31 @@ def model_of(
     return Decoder(config, **{n: v for n, v in overrides.items() if n in of_model})
 
 
-def _apart(model: Any) -> tuple[dict[str, Param], dict[str, HFTensor]]:
-    """({path: parameter}, {path: where it is in a folder}) of the model with every matrix a leaf of its own."""
+class Slices(NamedTuple):
+    """The parts of a leaf that are tensors of their own: dims by which they are told apart, and each one's path."""
+
+    dims: tuple[str, ...]
+    paths: dict[tuple[int, ...], str]
+
+
+def _apart(model: Any) -> tuple[dict[str, Param], dict[str, HFTensor], dict[str, Slices]]:
+    """({path: parameter}, {path: where it is in a folder}, {path of a leaf: its parts}) of the model with every matrix a
+    leaf of its own, experts' matrices too."""
     spec = dataclasses.replace(model, config=unfused(model.config)).spec()
-    return params_of(spec), family_of(model).hf_map(model.config, spec)
+    named = family_of(model).hf_map(model.config, spec)
+    params: dict[str, Param] = {}
+    layout: dict[str, HFTensor] = {}
+    stacks: dict[str, Slices] = {}
+    for path, param in params_of(spec).items():
+        where = named[path]
+        if not isinstance(where, HFStack):
+            params[path], layout[path] = param, where
+            continue
+        each = where.apart(path, param)
+        stacks[path] = Slices(tuple(where.slices), {at: name for at, (name, _, _) in each.items()})
+        params |= {name: part for name, part, _ in each.values()}
+        layout |= {name: tensor for name, _, tensor in each.values()}
+    return params, layout, stacks
 
 
 def _pieces(path: str, model: Any) -> tuple[Part, ...]:
@@ -221,14 +269,32 @@ def _sibling(path: str, name: str) -> str:
     return ".".join([*path.split(".")[:-1], name])
 
 
+def _block_of(fields: Mapping[str, Any], where: Path) -> tuple[int, int] | None:
+    """The rows and columns of a block that has one scale, of weights in fp8 as DeepSeek publishes them; None for weights that
+    are not quantized. Raises UserError for others."""
+    how = fields.get("quantization_config")
+    if not how or how.get("quant_method") == "mxfp4":  # whose tensors say by their names that they are quantized
+        return None
+    block: list[int] = list(how.get("weight_block_size") or [])
+    if how.get("quant_method") != "fp8" or how.get("fmt", "e4m3") != "e4m3" or len(block) != 2:
+        raise UserError(
+            f"{where}: quantization_config of quant_method {how.get('quant_method')!r}: quantized weights are not supported, "
+            "but for fp8 (e4m3) with a weight_block_size, and mxfp4"
+        )
+    return int(block[0]), int(block[1])
+
+
 def _as_in_file(layout: Mapping[str, HFTensor], found: Mapping[str, files.Found]) -> dict[str, HFTensor]:
-    """The layout with names as the files have them: a bare model's (GPT-2 as it was published) lack the first part."""
+    """The layout with names as the files have them: a bare model's (GPT-2 as it was published) lack the first part, and
+    tensors in MXFP4 are packed."""
 
-    def actual(name: str) -> str:
-        bare = name.split(".", 1)[1]
-        return bare if name not in found and bare in found else name
+    def actual(t: HFTensor) -> HFTensor:
+        bare = t.name.split(".", 1)[1]
+        if t.name not in found and bare in found:
+            return dataclasses.replace(t, name=bare)
+        return mxfp4.packed(t) if t.name not in found and t.name + mxfp4.BLOCKS in found else t
 
-    return {path: dataclasses.replace(t, name=actual(t.name)) for path, t in layout.items()}
+    return {path: actual(t) for path, t in layout.items()}
 
 
 def _check(
@@ -238,11 +304,19 @@ def _check(
     layout: Mapping[str, HFTensor],
     tied: bool,
     saved_vocab: int,
+    block: tuple[int, int] | None = None,
 ) -> None:
     as_saved = {path: _with_vocab(param, saved_vocab) for path, param in params.items()}
     expected = {layout[path].name: layout[path].shape(param) for path, param in as_saved.items()}
+    in_bytes = {n: s for b in filter(mxfp4.is_packed, expected) for n, s in mxfp4.shapes(b, expected[b]).items()}
+    expected |= in_bytes
     ignored = [n for n in found if n.endswith(NOT_PARAMETERS) or tied and n == HEAD]
     both = [n for n in expected if n in found]
+    scaled = [n for n in both if block is not None and found[n].code == files.BLOCK_SCALED and len(expected[n]) == 2]
+    for n in scaled:
+        assert block is not None
+        expected[n + SCALES] = (-(-expected[n][0] // block[0]), -(-expected[n][1] // block[1]))
+    both += [n + SCALES for n in scaled if n + SCALES in found]
     problems = {
         "missing": [n for n in expected if n not in found],
         "unknown": [n for n in found if n not in expected and n not in ignored],
@@ -251,7 +325,11 @@ def _check(
             for n in both
             if found[n].shape != expected[n]
         ],
-        "of an unsupported dtype": [f"{n} ({found[n].code})" for n in both if found[n].code not in files.DTYPES],
+        "of an unsupported dtype": [
+            f"{n} ({found[n].code})"
+            for n in both
+            if found[n].code not in (files.BYTES if n in in_bytes else files.DTYPES) and n not in scaled
+        ],
     }
     if any(problems.values()):
         raise UserError(f"the tensors in {folder} do not fit its config.json: {_listed(problems)}")
@@ -291,12 +369,20 @@ def _listed(problems: Mapping[str, list[str]]) -> str:
     return "; ".join(texts)
 
 
+class Scales(NamedTuple):
+    """The scales of a tensor in fp8 or MXFP4: an open file, and the rows and columns that have one in common."""
+
+    file: Any
+    block: tuple[int, int]
+
+
 class Source(NamedTuple):
-    """Where a parameter is read: an open file, and its tensor there."""
+    """Where a parameter is read: an open file, its tensor there, and that tensor's scales."""
 
     file: Any
     param: Param
     layout: HFTensor
+    scales: Scales | None = None
 
 
 Held = Mapping[str, torch.Tensor | None]  # the positions of each dim that a rank holds; None: all
@@ -325,16 +411,45 @@ def _read_joined(sources: Mapping[Part, Source], param: Param, sh: Sharding, dty
     return torch.cat(found, at)
 
 
+def _read_stacked(
+    slices: Slices, source: Callable[[str], Source], param: Param, sh: Sharding, dtype: torch.dtype
+) -> torch.Tensor:
+    """This rank's shard of a leaf whose parts are tensors of their own, of which it reads those that it holds."""
+    held, size = _held(param, sh), dict(zip(param.names, param.shape, strict=True))
+    index = {n: range(size[n]) if at is None else at.tolist() for n, at in held.items()}
+    out = torch.empty([len(index[n]) for n in param.names], dtype=dtype)
+    rest = [n for n in param.names if n not in slices.dims]
+    by_slice = out.permute([param.names.index(n) for n in (*slices.dims, *rest)])
+    for places in itertools.product(*(range(len(index[n])) for n in slices.dims)):
+        at = tuple(index[n][i] for n, i in zip(slices.dims, places, strict=True))
+        by_slice[places].copy_(_read_part(source(slices.paths[at]), {n: held[n] for n in rest}, dtype))
+    return out
+
+
 def _read_part(source: Source, held: Held, dtype: torch.dtype) -> torch.Tensor:
     """The part of a parameter at the positions `held`, in our order of dims."""
-    f, param, layout = source
+    f, param, layout, scales = source
     size = dict(zip(param.names, param.shape, strict=True))
     runs = [_runs(group, size, held) for group in layout.groups]
     runs[layout.dim] = [(a + layout.start, b + layout.start) for a, b in runs[layout.dim]]
-    part = files.part_of(f, layout.name, runs, dtype)
+    if scales is None:
+        part = files.part_of(f, layout.name, runs, dtype)
+    elif mxfp4.is_packed(layout.name):
+        part = mxfp4.part_of(f, scales.file, layout.name, runs, dtype)
+    else:
+        part = _scaled(files.part_of(f, layout.name, runs, torch.float32), layout.name, runs, scales).to(dtype)
     theirs = [n for group in layout.groups for n in group]
     local = {n: size[n] if held[n] is None else len(held[n]) for n in theirs}  # type: ignore[arg-type]
     return part.view([local[n] for n in theirs]).permute([theirs.index(n) for n in param.names]).contiguous()
+
+
+def _scaled(part: torch.Tensor, name: str, runs: list[list[tuple[int, int]]], scales: Scales) -> torch.Tensor:
+    """Part of a matrix, of the ranges `runs` of rows and columns, times the scales of its blocks."""
+    of_block = scales.file.get_tensor(name + SCALES).to(part.dtype)
+    for dim, (ranges, size) in enumerate(zip(runs, scales.block, strict=True)):
+        places = torch.cat([torch.arange(a, b) for a, b in ranges])
+        of_block = of_block.index_select(dim, places // size)
+    return part.mul_(of_block)
 
 
 def _read_with_new_rows(source: Source, sh: Sharding, dtype: torch.dtype, saved: int, noise: Key) -> torch.Tensor:
@@ -409,8 +524,8 @@ def save_hf(
     fields = fields_of(model)
     leaves = tree.named(params)
     together(lambda: _check_params(params_of(model.spec()), leaves))
-    spec, layout = _apart(model)
-    origins = _origins(spec, model)
+    spec, layout, stacks = _apart(model)
+    origins = _origins(spec, stacks, model)
     wanted = None if dtype is None else dtype_of(dtype)
     paths: dict[str, list[str]] = {}  # of our parameters in each of their tensors, in order
     for p, t in sorted(layout.items(), key=lambda item: item[1].start):
@@ -418,7 +533,8 @@ def save_hf(
     names = dict.fromkeys(t.name for t in layout.values())
     first = {name: paths[name][0] for name in names}
     entries = [
-        files.Entry(n, layout[p].shape(spec[p]), wanted or leaves[origins[p].leaf].dtype) for n, p in first.items()
+        files.Entry(n, layout[p].shape(spec[p]), (None if spec[p].dtype else wanted) or leaves[origins[p].leaf].dtype)
+        for n, p in first.items()
     ]
     shards = files.shards(entries, max_shard_bytes)
     temporary = folder.with_name(f".tmp-{folder.name}")
@@ -484,7 +600,15 @@ def fields_of(model: Any) -> dict[str, Any]:
 
 
 def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, MoE) and isinstance(b, MoE):
+        return _without_training(a) == _without_training(b)
     return a == b or (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-12))
+
+
+def _without_training(moe: MoE) -> dict[str, Any]:
+    """The fields of experts but those of their routing that act in training, which no config.json holds."""
+    fields = dataclasses.asdict(moe)
+    return {**fields, "routing": {n: v for n, v in fields["routing"].items() if n not in ROUTING_OF_TRAINING}}
 
 
 def _check_params(spec: Mapping[str, Param], leaves: Mapping[str, Any]) -> None:
@@ -507,20 +631,28 @@ def _check_params(spec: Mapping[str, Param], leaves: Mapping[str, Any]) -> None:
 
 
 class Origin(NamedTuple):
-    """The leaf that holds a matrix, and where in it if it is a fused one."""
+    """The leaf that holds a matrix, and where in it if it is a fused one, or one of several: (dim, index) each."""
 
     leaf: str
     part: Part | None = None
     dim: int = 0
+    at: tuple[tuple[int, int], ...] = ()
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
+        for dim, index in sorted(self.at, reverse=True):
+            whole = whole.select(dim, index)
         return whole if self.part is None else self.part.of(whole, self.dim)
 
 
-def _origins(apart: Mapping[str, Param], model: Any) -> dict[str, Origin]:
+def _origins(apart: Mapping[str, Param], stacks: Mapping[str, Slices], model: Any) -> dict[str, Origin]:
     params, places = params_of(model.spec()), part_of(model.config)
-    found = {}
+    found: dict[str, Origin] = {}
+    for leaf, slices in stacks.items():
+        dims = [params[leaf].names.index(n) for n in slices.dims]
+        found |= {name: Origin(leaf, at=tuple(zip(dims, at, strict=True))) for at, name in slices.paths.items()}
     for path in apart:
+        if path in found:
+            continue
         if path in params:
             found[path] = Origin(path)
         else:

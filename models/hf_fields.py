@@ -8,6 +8,7 @@ from typing import Any
 
 from fmegatron.errors import UserError
 from fmegatron.models.config import Activation, DecoderConfig
+from fmegatron.models.moe import MoE
 from fmegatron.primitives import (
     DynamicNTKScaling,
     LinearScaling,
@@ -260,6 +261,17 @@ SIZES = (
     "rope_parameters",
     "partial_rotary_factor",
 )
+
+
+# Of experts, what acts in training only; training here starts from the settings of the run, as with dropout.
+ROUTER_TRAINING = ("router_aux_loss_coef", "output_router_logits")
+
+
+def experts_of(config: DecoderConfig) -> MoE:
+    """The experts of a model whose family always has some. Raises UserError where it has none."""
+    if config.moe is None:
+        raise UserError(f"moe=None has no form in {config.family}, which has experts: use the family of a dense model")
+    return config.moe
 
 
 def sizes_from_hf(hf: Mapping[str, Any], *, eps: float = 1e-6, tied: bool = False) -> dict[str, Any]:

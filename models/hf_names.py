@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,10 +44,31 @@ class HFTensor:
         return part if self.whole is None else (*part[: self.dim], self.whole, *part[self.dim + 1 :])
 
 
-def names_of(
-    spec: Any, *, top: Mapping[str, HFTensor], layer: Mapping[str, HFTensor], prefix: str
-) -> dict[str, HFTensor]:
-    """{our dotted name: Hugging Face tensor} of every parameter of a spec.
+@dataclass(frozen=True)
+class HFStack:
+    """Hugging Face tensors that together hold one parameter: each is its part at one index of some dims (an expert's matrix).
+
+    name: the tensors', with {dim} for each of these dims: "mlp.experts.{expert}.{gated}.weight". dims: how one tensor lays
+    out the others. slices: {dim: what stands in the name for each index}.
+    """
+
+    name: str
+    dims: str
+    slices: Mapping[str, Sequence[Any]]
+
+    def apart(self, path: str, param: Param) -> dict[tuple[int, ...], tuple[str, Param, HFTensor]]:
+        """{indices: (a path for the part, the part as a parameter, its tensor)}."""
+        kept = [(n, size) for n, size in zip(param.names, param.shape, strict=True) if n not in self.slices]
+        part = replace(param, dims=" ".join(n for n, _ in kept), shape=tuple(size for _, size in kept))
+        found = {}
+        for at in itertools.product(*(range(len(values)) for values in self.slices.values())):
+            words = {n: values[i] for (n, values), i in zip(self.slices.items(), at, strict=True)}
+            found[at] = (f"{path}[{','.join(map(str, at))}]", part, HFTensor(self.name.format(**words), self.dims))
+        return found
+
+
+def names_of(spec: Any, *, top: Mapping[str, Any], layer: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """{our dotted name: Hugging Face tensor, or stack of tensors} of every parameter of a spec.
 
     top: of the parameters outside the layers. layer: of those of one layer, whose tensors are called prefix.index.name.
     Raises KeyError for a parameter that neither names: the family has none like it.
@@ -110,6 +132,24 @@ HEAD_NORMS = {
 }
 
 
-def llama_names(config: DecoderConfig, spec: Any, **more: HFTensor) -> dict[str, HFTensor]:
+def expert_names(
+    config: DecoderConfig, block: str, *, matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, HFTensor | HFStack]:
+    """The names of a router and its experts, each of which has matrices of its own: block.experts.index.matrix.weight.
+
+    matrices: for gate, up and down. Nothing for a model without experts.
+    """
+    if config.moe is None:
+        return {}
+    expert, (*wide, down) = range(config.moe.routing.experts), matrices
+    each = f"{block}.experts.{{expert}}"
+    return {
+        "router": HFTensor(f"{block}.gate.weight", "route embed"),
+        "experts_gate_up": HFStack(f"{each}.{{gated}}.weight", "emlp embed", {"expert": expert, "gated": wide}),
+        "experts_down": HFStack(f"{each}.{down}.weight", "embed emlp", {"expert": expert}),
+    }
+
+
+def llama_names(config: DecoderConfig, spec: Any, **more: HFTensor | HFStack) -> dict[str, Any]:
     """The names of Llama and of all that are built like it, with a family's own leaves beside."""
     return names_of(spec, top=TOP, layer={**QKVO, **MLP, **PRE_NORMS, **more}, prefix=PREFIX)

@@ -20,6 +20,8 @@ from fmegatron.errors import UserError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BYTES = ("U8",)  # of tensors in MXFP4
+BLOCK_SCALED = "F8_E4M3"  # read with the scales beside it alone
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 

@@ -114,7 +114,8 @@ def pipeline(
     f.spec is what this rank holds, a part of the model's spec with the same names; params, gradients and optimizer state
     have its structure. Every rank of `axis` gets the same rows of the batch. total and metrics are equal on all ranks;
     f.norm(gradients) is the global norm over all stages. f.evaluate is the same without gradients. f.log is what the
-    last call did. `fmegatron.generate.generate_tokens` takes f in place of a model that has `cached`.
+    last call did. `fmegatron.generate.generate_tokens` takes f in place of a model that has `cached` (and in it goes
+    through its own `embed`, `stack` and `unembed`).
 
     Raises UserError for a schedule of other sizes, one that is not complete or would hang (ScheduleError), or differs
     between ranks; and, on all ranks within seconds, what any rank raises in a step (RankFailed elsewhere, with that
@@ -242,18 +243,17 @@ class Pipeline:
         """The model's sizes, where it has them."""
         return getattr(self.model, "config", None)
 
-    def cache(self, rows: int, slots: int, **options: Any) -> Any:
-        """This rank's part of the model's cache: room for the keys and values of its own layers."""
-        whole = self.model.cache(rows, slots, **{**options, "device": "meta"})
-        mine = {i: whole[i] for i in self.spec["layers"]}
-        return tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=options.get("device", "cpu")), mine)
+    def cache(self, rows: int, slots: int, *, sh: Sharding | None = None, **options: Any) -> Any:
+        """This rank's part of the model's cache: room for the keys and values of its own layers, and with `sh` of its
+        own heads."""
+        return pipeline_generate.make_cache(self, rows, slots, sh, options)
 
     def cached(
         self, params: Any, tokens: Tensor, cache: Any, start: int, ctx: Ctx | None = None, **batch: Any
     ) -> Tensor:
         """The model's `cached` through the stages: the logits behind `tokens`, on all ranks, each of which must call it.
 
-        Raises UserError for a model without `cached`, and on a mesh with other axes than this one."""
+        Raises UserError for a model without `cached`."""
         ctx = Ctx() if ctx is None else ctx
         self._check_call(params, tokens, ctx)
         return pipeline_generate.cached(self, params, tokens, cache, start, ctx, batch)

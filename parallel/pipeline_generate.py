@@ -3,11 +3,15 @@
     pipe = pipeline(model, make_schedule("gpipe", 2, 1), mesh=mesh)
     generate_tokens(pipe, params, prompts, tokens=20, sh=inside_stage(sh, model.spec()))      # on every rank
 
-A token's stream goes through the stages in turn, and the logits of the last one to all ranks, which so draw alike.
+A token's stream goes through the stages in turn, and the logits of the last one to all ranks, which so draw alike. A
+stage may lie on several ranks: heads and vocabulary are divided as in training, rows and tokens are not. Any model does
+whose `cached` goes through its own `embed`, `stack` and `unembed` (stream -> logits), which here run where they lie.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,10 +21,12 @@ from torch import Tensor
 
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
+from fmegatron.grad import to_local
 from fmegatron.parallel.alarm import Alarm
-from fmegatron.parallel.pipeline_stage import carry_like
+from fmegatron.parallel.pipeline_stage import carry_like, layers_of
 from fmegatron.parallel.point_to_point import Messages
-from fmegatron.tree import leaves, like
+from fmegatron.sharding import Sharding
+from fmegatron.tree import leaves, like, tree_map
 
 
 def cached(
@@ -29,19 +35,41 @@ def cached(
     """`model.cached` of a pipeline's model on the ranks of that pipeline, with what each holds: the logits, on all."""
     if not hasattr(pipe.model, "cached"):
         raise UserError(f"{type(pipe.model).__name__} has no `cached`, without which a model does not generate")
-    if ctx.sh.mesh is not None and ctx.sh.mesh.world > 1:
-        raise UserError(
-            f"generation runs on a mesh of {pipe.axis!r} alone, but a stage of this one is on {ctx.sh.mesh.world} ranks"
-        )
+    ctx = ctx.replace(sh=_undivided(pipe, ctx.sh))
     with Alarm(pipe._stop) as alarm, torch.no_grad():
         messages = pipe.messages()
         if messages is not None:
             messages.check = alarm.check
         view: Any = _OverStages(pipe, messages)
-        logits = type(pipe.model).cached(view, params, tokens, cache, start, ctx, **batch)
+        logits = type(pipe.model).cached(view, to_local(params), tokens, cache, start, ctx, **batch)
         if messages is not None:
             messages.finish()
         return logits
+
+
+def make_cache(pipe: Any, rows: int, slots: int, sh: Sharding | None, options: Mapping[str, Any]) -> Any:
+    """`model.cache` of what this rank holds: its own layers, and of keys and values its own heads."""
+    whole = pipe.model.cache(rows, slots, **{**options, "device": "meta"})
+    ranks = 1 if sh is None or sh.mesh is None else math.prod(sh.mesh.sizes[a] for a in sh.axes("kv"))
+
+    def own(t: Tensor) -> Tensor:
+        shape = (*t.shape[:2], t.shape[2] // ranks, t.shape[3]) if t.ndim == 4 else t.shape
+        return torch.zeros(shape, dtype=t.dtype, device=options.get("device", "cpu"))
+
+    return tree_map(own, {i: whole[i] for i in pipe.spec["layers"]})
+
+
+def _undivided(pipe: Any, sh: Sharding) -> Sharding:
+    """`sh` with whole rows and tokens on every rank, and a layout "vocab*" that is whole."""
+    if sh.mesh is None:
+        return sh
+    key = ("undivided", id(sh))
+    if key not in pipe._cache:
+        whole = dict.fromkeys(("batch", "seq", "seq*", "vocab*"))
+        uneven = {n: size for n, size in sh.rules.uneven.items() if n not in whole}
+        rules = dataclasses.replace(sh.rules, compute={**sh.rules.compute, **whole}, zigzag={}, uneven=uneven)
+        pipe._cache[key] = sh, dataclasses.replace(sh, rules=rules, _plans={})  # and sh, whose id it is
+    return pipe._cache[key][1]
 
 
 class _OverStages:
@@ -62,11 +90,11 @@ class _OverStages:
             cache[key] = carry_like(self.model, self.pipe.whole_spec, self.pipe.ends, batch, ctx)
         return cache[key]
 
-    def _stack(self, layers: Any, carry: Any, ctx: Ctx) -> Any:
+    def stack(self, layers: Any, carry: Any, ctx: Ctx) -> Any:
         """This rank's layers, at their turn."""
         x, cache = carry
         pipe, placement = self.pipe, self.pipe.table.placement
-        run = getattr(self.model, "stack", None) or self.model._stack
+        run = layers_of(self.model, pipe.whole_spec)
         for s in range(pipe.first, pipe.last + 1):
             if placement[s] != pipe.rank:
                 continue
@@ -89,15 +117,33 @@ class _OverStages:
         assert arrival is not None
         return like(x, arrival.wait())
 
-    def _logits(self, params: Any, x: Tensor, ctx: Ctx) -> Tensor:
+    def unembed(self, params: Any, x: Tensor, ctx: Ctx) -> Tensor:
         """From the rank with the head to all."""
-        pipe = self.pipe
+        pipe, cache = self.pipe, self.pipe._cache
         last = pipe.table.placement[pipe.last]
+        y = None
         if last == pipe.rank:
-            y = self.model._logits(params, x, ctx).contiguous()
-        else:
-            dtype, device = ctx.sh.precision.compute_dtype, pipe.mesh.device
-            y = torch.empty((*x.shape[:-1], self.model.config.vocab), dtype=dtype, device=device)
+            own = getattr(self.model, "unembed", None) or self.model._logits
+            y = own(params, x, ctx)
+            if ctx.sh.mesh is not None:
+                y = ctx.sh(y, "batch seq vocab -> batch seq vocab*")
+                y = y[..., : ctx.sh.rules.uneven.get("vocab", y.shape[-1])].contiguous()
+            y = y.contiguous()
         if pipe.group is not None:
-            dist.broadcast(y, dist.get_global_rank(pipe.group, last), group=pipe.group)
+            source = dist.get_global_rank(pipe.group, last)
+            if "logits" not in cache:
+                box = [None if y is None else (y.shape[-1], y.dtype)]
+                dist.broadcast_object_list(box, source, group=pipe.group)
+                cache["logits"] = box[0]
+            if y is None:
+                vocab, dtype = cache["logits"]
+                y = torch.empty((*x.shape[:-1], vocab), dtype=dtype, device=pipe.mesh.device)
+            dist.broadcast(y, source, group=pipe.group)
+        assert y is not None
+        others = () if ctx.sh.mesh is None else tuple(a for a, n in ctx.sh.mesh.sizes.items() if n > 1)
+        if others:  # equal on all but for rounding: a rank that drew another token would be out of step
+            group = pipe.mesh.process_group(others)
+            dist.broadcast(y, dist.get_global_rank(group, 0), group=group)
         return y
+
+    _stack, _logits = stack, unembed  # as a model may call its own

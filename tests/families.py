@@ -218,7 +218,7 @@ def folder_of(name: str) -> Path:
 def reference(name: str, dtype: torch.dtype, folder: Path | None = None) -> Any:
     """transformers' model of a case, loaded inside `wide`."""
     return transformers.AutoModelForCausalLM.from_pretrained(
-        folder or folder_of(name), dtype=dtype, attn_implementation="eager"
+        folder or folder_of(name), dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
 
 

@@ -123,6 +123,12 @@ def test_a_contender_that_fails_loses_its_turns():
         take_turns({"bad": bad}, 1, lambda: None)
 
 
+def test_every_round_is_told_of_at_once():
+    told = []
+    take_turns({"a": lambda: None}, 3, lambda: None, finished=lambda samples: told.append(len(samples["a"])))
+    assert told == [1, 2, 3]
+
+
 def test_ratios_are_of_pairs():
     # the medians of each alone would say 2 / 3
     assert paired_ratio([1.0, 9.0, 2.0], [1.0, 3.0, 4.0]) == 1.0
@@ -253,6 +259,21 @@ def test_profiles_are_saved(outcome):
     for profile in profiles.values():
         assert profile["kinds"]["GEMM"] > 0 and profile["kinds"]["optimizer and clipping"] > 0
         assert profile["attention"]
+
+
+def test_a_run_that_is_ended_leaves_its_rows(monkeypatch, tmp_path):
+    """Samples are saved behind every round: here those of forward and backward, before the optimizer's first step."""
+
+    def ended(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ours.Shared, "prepare", ended)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(
+            BenchConfig(model="tiny", layers=1, batch=2, seq=16, steps=2, warmup=0, meshes="none", out=str(tmp_path))
+        )
+    (row,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert len(row["backward"]["samples"]) == 2 and row["whole"] is None
 
 
 def test_a_failing_contender_leaves_the_others(monkeypatch, tmp_path, capsys):

@@ -10,6 +10,7 @@ import torch
 
 from fmegatron import capturing, tree
 from fmegatron.errors import UserError
+from fmegatron.fp8 import Fp8, scaling
 from fmegatron.graphs import _Graphed, cuda_graph
 from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.optim import adamw, chain, clip_by_global_norm, ema, sgd, with_master, with_stochastic_rounding
@@ -78,12 +79,14 @@ def made(name: str, donate: bool = True, device: str = "cpu", **options: Any) ->
     return step, TrainState(0, params, optimizer.init(params), key(1))
 
 
-def run(step: Any, state: TrainState, steps: int = 6, device: str = "cpu") -> tuple[TrainState, list[dict[str, Any]]]:
-    rows = []
+def run(
+    step: Any, state: TrainState, steps: int = 6, device: str = "cpu", rows: int = 3
+) -> tuple[TrainState, list[dict[str, Any]]]:
+    found = []
     for n in range(steps):
-        state, metrics = step(state, batch(n, device=device))
-        rows.append(metrics)
-    return state, rows
+        state, metrics = step(state, batch(n, rows=rows, device=device))
+        found.append(metrics)
+    return state, found
 
 
 def equal(graphed: tuple[Any, Any], plain: tuple[Any, Any]) -> None:
@@ -165,6 +168,39 @@ def test_a_count_that_the_host_cannot_know() -> None:
     assert capturing.recording() is None
 
 
+def delayed(device: str = "cpu", **options: Any) -> tuple[Any, TrainState]:
+    """(a step with delayed fp8 scaling, its first state)."""
+    fp8 = Fp8("delayed", history=3)
+    sh = Sharding(precision=Precision(torch.bfloat16 if device == "cuda" else torch.float32, fp8=fp8))
+    model = Decoder(DecoderConfig(vocab=40, embed=128, layers=2, heads=2, kv_heads=2, mlp=128), **options)
+    optimizer, spec = adamw(RATE), model.spec()
+    step = train_step(model.loss, optimizer, weights=model.weights, sh=sh, spec=spec, donate=True, check_finite=False)
+    params = init(spec, key(0), sh=sh, device=device)
+    return step, TrainState(0, params, optimizer.init(params), extras=scaling.init(fp8, spec, device=device))
+
+
+def test_delayed_scaling_is_recorded(monkeypatch) -> None:
+    """Its history is written into the same memory in every play, and nothing asks on the host how many steps there were."""
+    real = torch.Tensor.__bool__
+
+    def asked(x: torch.Tensor) -> bool:
+        assert capturing.recording() is None, "a recorded step reads a number on the host"
+        return real(x)
+
+    monkeypatch.setattr(torch.Tensor, "__bool__", asked)
+    step, state = delayed()
+    graphed = _Graphed(step, 1, Again)
+    got = run(graphed, state, steps=5, rows=16)
+    step, state = delayed()
+    equal(got, run(step, state, steps=5, rows=16))
+    history = got[0].extras["fp8"]["history"]
+    assert got[0].extras["fp8"]["steps"] == 5 and (history > 0).all() and not torch.equal(history[0], history[1])
+    _, first = delayed()
+    with pytest.raises(UserError, match="delayed fp8 scaling was recorded with a history"):
+        graphed(first, batch(0, rows=16))
+    assert first.step == 0  # still whole
+
+
 def test_on_a_cpu_it_is_the_step_itself() -> None:
     step, state = made("adamw")
     equal(run(cuda_graph(step), state), run(*made("adamw")))
@@ -183,6 +219,16 @@ def test_cuda_graph_equals_the_step(name, donate) -> None:
     step, state = made(name, donate, "cuda")
     graphed = run(cuda_graph(step), state, device="cuda")
     equal(graphed, run(*made(name, device="cuda"), device="cuda"))
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("compile", [False, True])
+def test_cuda_graph_with_delayed_scaling(compile) -> None:
+    step, state = delayed("cuda", compile=compile)
+    graphed = run(cuda_graph(step), state, device="cuda", rows=16)
+    step, state = delayed("cuda", compile=compile)
+    equal(graphed, run(step, state, device="cuda", rows=16))
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from fmegatron import zero
+from fmegatron.errors import UserError
 from fmegatron.mesh import make_mesh
 from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.precision import Precision
@@ -339,6 +340,74 @@ STEPS = {
 def test_what_a_whole_step_adds(line):
     """Clipping uses the norm that the step reports."""
     assert counted(line, "step") == added(STEPS[line](Layout.parse(line)))
+
+
+def exchanged(axes: str, groups: list[tuple[int, int]], *, cut: int, copies: int = 1, over: str = "") -> Cost:
+    """Muon's matrices, by groups of (how many, elements of one): each is made whole on one of the ranks that hold its
+    parts or copies, and goes back: by an all-to-all each way among the parts (`cut` ranks over `axes`), and, where there
+    are more matrices than parts, an all-gather among `copies` (over `over`)."""
+    found = []
+    for n, size in groups:
+        shared = copies if n > cut else 1
+        n = -(-n // (cut * shared)) * cut * shared  # each rank has as many
+        if cut > 1:
+            found.append(("all-to-all", axes, 2, 2 * FLOAT * (n // shared) * size // cut))
+        if shared > 1:
+            found.append(("all-gather", over, 1, FLOAT * n * size // cut))
+    return found
+
+
+STREAM, NARROW, WIDE = (
+    EMBED * KV * GROUP * HEAD,
+    EMBED * KV * HEAD,
+    EMBED * MLP,
+)  # elements of q or o, k or v, the others
+WHOLE = [(2 * LAYERS, STREAM), (2 * LAYERS, NARROW), (3 * LAYERS, WIDE)]
+CUT = [(LAYERS, STREAM), *WHOLE[1:], (LAYERS, STREAM)]  # q and o lie in other ways on the ranks
+
+MUON = {
+    "tp=2": lambda layout: tensor(layout) + norms("tp") + exchanged("tp", CUT, cut=2),
+    "dp=4": lambda layout: data(layout) + exchanged("", WHOLE, cut=1, copies=4, over="dp"),
+    "dp=4 zero=3": lambda layout: zero_3(layout) + norms("dp") + exchanged("dp", CUT, cut=4),
+    "dp=4 zero=1": lambda layout: zero_1(layout) + returned("dp") + exchanged("dp", CUT, cut=4),
+}
+
+
+@pytest.mark.parametrize("line", MUON)
+def test_what_muon_exchanges(line):
+    found = ledger(MODEL, line, optimizer="muon")
+    assert {(e.kind, frozenset(e.axes)): (e.count, e.bytes) for e in found.entries} == added(
+        MUON[line](Layout.parse(line))
+    )
+
+
+def test_muon_shares_the_copies_out_too():
+    """Of tensor parallelism's parts there are two copies: these share out the groups of more matrices than parts."""
+    more, both = (ledger(MODEL, "dp=2,tp=2", optimizer=name) for name in ("muon", "adamw"))
+    extra = [e for e in more.entries if e not in both.entries]
+    assert {(e.kind, frozenset(e.axes)): (e.count, e.bytes) for e in extra} == added(
+        exchanged("tp", CUT, cut=2, copies=2, over="dp")
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ["tp=2 sp remat=nothing", pytest.param("cp=2 context=ulysses", marks=pytest.mark.slow)]
+)
+def test_what_compiled_blocks_run_is_what_the_formulas_say(line):
+    layout = Layout.parse(line)
+    formulas = {"tp=2 sp remat=nothing": [sequence, sequence_again], "cp=2 context=ulysses": [context, ulysses]}[line]
+    found = ledger(MODEL, line, part="gradients", compile="aot_eager")
+    counts = {(e.kind, frozenset(e.axes)): (e.count, e.bytes) for e in found.entries}
+    assert counts == added(list(itertools.chain.from_iterable(f(layout) for f in formulas)))
+
+
+def test_what_a_ledger_cannot_count_it_says():
+    with pytest.raises(UserError, match="compile='aot_eager'\\): only part=\"gradients\""):
+        ledger(MODEL, "tp=2", compile="aot_eager")
+    with pytest.raises(UserError, match="collectives are counted in graphs of the backend aot_eager"):
+        ledger(MODEL, "tp=2", part="gradients", compile="inductor")
+    with pytest.raises(UserError, match='use "adamw" or "muon"'):
+        ledger(MODEL, "tp=2", optimizer="sgd")
 
 
 def test_a_bucket_that_is_full_makes_another(monkeypatch):

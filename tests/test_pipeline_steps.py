@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 import fmegatron as fm
 from fmegatron.models import Decoder
 from fmegatron.parallel import schedule_check
+from fmegatron.precision import Precision
 from fmegatron.testing.models import small_config
 from fmegatron.tree import leaves, tree_map
 from tests.processes import processes
@@ -19,7 +21,7 @@ ROWS = 4
 
 
 def decoder(**changes: Any) -> Decoder:
-    options = {n: changes.pop(n) for n in ("save",) if n in changes}
+    options = {n: changes.pop(n) for n in ("save", "compile") if n in changes}
     return Decoder(small_config("llama", **{"layers": 4, "heads": 4, "kv_heads": 2, **changes}), **options)
 
 
@@ -123,6 +125,66 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all() -> None:
         assert first == second
         assert [(skipped, moved) for skipped, *_, moved in first] == [(0, True), (1, False), (0, True), (0, True)]
         assert [scale for _, scale, *_ in first] == [1024.0, 1024.0, 512.0, 512.0]
+
+
+HALF = Precision(params=torch.float32, compute=torch.float16)
+
+
+def half_steps(pipelined: bool) -> list[tuple[Any, ...]]:
+    """(skipped, scale, loss, have the parameters changed?) of steps in fp16, from a scale that overflows at first."""
+    model, policy = decoder(layers=2), fm.dynamic_loss_scale(2.0**40, hysteresis=1, backoff=2.0**-12)
+    optimizer = fm.optim.adamw(1e-2)
+    if pipelined:
+        pipe, sh = parts(model, "1f1b", 2)
+        sh = dataclasses.replace(sh, precision=HALF)
+        step = fm.train_step(model.loss, optimizer, sh=sh, spec=pipe.spec, gradients=pipe, loss_scale=policy)
+        params = fm.init(pipe.spec, fm.key(0), sh=sh)
+    else:
+        sh = fm.Sharding(precision=HALF)
+        gradients = fm.accumulate(model.loss, 2, weights=model.weights)
+        step = fm.train_step(model.loss, optimizer, sh=sh, gradients=gradients, loss_scale=policy)
+        params = fm.init(model.spec(), fm.key(0), sh=sh)
+    state, found = fm.TrainState(0, params, optimizer.init(params), fm.key(1), loss_scale=policy.init()), []
+    for n in range(5):
+        old = whole(tree_map(torch.clone, state.params))
+        state, seen = step(state, batch(5 + n))
+        moved = any(not torch.equal(old[name], t) for name, t in whole(state.params).items())
+        found.append((seen["skipped"], seen["loss_scale"], float(seen["loss"]), moved))
+    return found
+
+
+def test_steps_in_fp16_skip_alike_and_have_the_losses_of_one_device() -> None:
+    want = half_steps(False)
+    assert 0 < sum(skipped for skipped, *_ in want) < 4 and not want[-1][0]
+    for got in processes(2).run(half_steps, True):
+        assert [(skipped, scale) for skipped, scale, *_ in got] == [(skipped, scale) for skipped, scale, *_ in want]
+        assert [moved for *_, moved in got] == [not skipped for skipped, *_ in got]
+        for (_, _, a, _), (_, _, b, _) in zip(got, want, strict=True):
+            assert abs(a - b) <= 1e-3 * b
+
+
+# --------------------------------------------------------------------------------------- compiled blocks, recomputation
+
+
+def compiled_gradients() -> Any:
+    """On one rank: (loss, gradients)."""
+    model = decoder(layers=2, dropout=0.2, compile={"backend": "aot_eager"}, save=fm.names("attention"))
+    pipe, sh = parts(model, "zbh1", 2)
+    params = fm.init(pipe.spec, fm.key(0), sh=sh)
+    (loss, _), grads = pipe(params, batch(6), fm.Ctx(sh=sh, key=fm.key(7)))
+    return loss, whole(grads)
+
+
+def test_compiled_blocks_that_are_run_again_inside_stages_equal_one_device() -> None:
+    """Both at once; attention is kept by its name."""
+    model, sh = decoder(layers=2, dropout=0.2), fm.Sharding(precision=FLOAT64)
+    params = fm.init(model.spec(), fm.key(0), sh=sh)
+    (loss, _), grads = fm.accumulate(model.loss, weights=model.weights)(params, batch(6), fm.Ctx(sh=sh, key=fm.key(7)))
+    want = whole(grads)
+    for got, own in processes(2).run(compiled_gradients):
+        close(got, loss, "loss")
+        for name, g in own.items():
+            close(g, want[name], name, 1e-3 * float(fm.optim.global_norm(grads)))
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

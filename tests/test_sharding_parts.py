@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fmegatron.accumulate import cut_batch, scaled, summed, with_rows
 from fmegatron.collectives import Step, run_step
 from fmegatron.context import Ctx
 from fmegatron.errors import ShardingError, UserError
+from fmegatron.function import apply_function
 from fmegatron.mesh import Mesh, make_mesh
 from fmegatron.optim import norm
 from fmegatron.parallel.context import context_attention, factoring
@@ -26,6 +28,7 @@ from fmegatron.rules import Rules, standard_rules
 from fmegatron.sharding import Sharding
 from fmegatron.simulation import per_rank, simulate
 from fmegatron.spec import Param
+from fmegatron.zero import Awaited
 from fmegatron.zigzag import from_zigzag, to_zigzag, zigzag_positions
 
 F64 = torch.float64
@@ -165,6 +168,52 @@ def test_trees_of_lists_and_tuples(kind):
         on_all(used[1]["b"], w)
     with pytest.raises(ValueError):
         sh.use(kind([w]), spec)
+
+
+def test_values_that_are_awaited_without_a_gradient_get_none():
+    a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
+    y, _ = apply_function(Awaited, lambda: None, a, b)
+    ga, gb = torch.autograd.grad(y.sum(), [a, b], allow_unused=True)
+    assert torch.equal(ga, torch.ones(2)) and gb is None
+
+
+def test_an_all_to_all_without_its_row_is_refused():
+    """Else the row of seq would stand for it, and attention see a part of the sequence."""
+    with simulate(2):
+        mesh = make_mesh("cp=2")
+        rules = standard_rules(mesh, context="ulysses")
+        rows = {n: row for n, row in rules.compute.items() if n != "seq**"}
+        sh = Sharding(mesh, dataclasses.replace(rules, compute=rows), DOUBLE)
+        q = sh.shard(torch.randn(1, 4, 2, 1, 4, dtype=F64), "batch seq kv group head")
+        with pytest.raises(ShardingError, match="needs a row 'seq\\*\\*'"):
+            context_attention(q, q[:, :, :, 0], q[:, :, :, 0], sh=sh)
+
+
+def test_an_all_to_all_over_all_ranks_runs_no_ring(monkeypatch):
+    monkeypatch.setattr("fmegatron.parallel.context._ring", lambda *a: pytest.fail("a ring of one rank"))
+    with simulate(2):
+        mesh = make_mesh("cp=2")
+        sh = Sharding(mesh, standard_rules(mesh, context="ulysses"), DOUBLE)
+        q = sh.shard(torch.randn(1, 4, 2, 1, 4, dtype=F64), "batch seq kv group head")
+        context_attention(q, q[:, :, :, 0], q[:, :, :, 0], sh=sh)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_trees_of_named_tuples():
+    """What comes back is one too; a field that is missing is an error."""
+    w = torch.arange(4.0, dtype=F64)
+    spec = {"pair": Pair(Param((4,), "mlp", over=""), [Param((4,), "out", over="")])}
+    with simulate(2):
+        sh = sharding("tp=2", mlp="tp", out=None)
+        used = sh.use(sh.shard_params({"pair": Pair(w, [w])}, spec), spec)["pair"]
+        assert type(used) is Pair and [p.tolist() for p in per_rank(used.first)] == [[0, 1], [2, 3]]
+        on_all(used.second[0], w)
+    with pytest.raises(ValueError):
+        sh.use({"pair": (w,)}, spec)
 
 
 def test_the_inner_product_of_shards_is_that_of_the_whole():

@@ -28,7 +28,8 @@ from fmegatron.testing import (
 )
 from fmegatron.testing.covering import pairs_of, space
 from fmegatron.testing.models import find_model, model_text, variants
-from fmegatron.testing.running import slices_of
+from fmegatron.testing.running import ADAMW_RATE, Job, inputs_of, slices_of
+from fmegatron.testing.running import run as run_alone
 from fmegatron.testing.strategies import meshes
 
 QUICK = settings(deadline=None, derandomize=True, database=None)
@@ -103,6 +104,86 @@ def test_what_an_engine_cannot_express_it_says():
         assert_equivalent((spec, loss), "dp=1 remat=nothing")
 
 
+# ---------------------------------------------------------------------------------------------- rules of one's own
+
+
+def test_rules_are_part_of_the_line():
+    line = "dp=2,fsdp=2,tp=2 sp zero=3 rules=batch:fsdp,mlp:tp+dp,vocab:none"
+    layout = Layout.parse(line)
+    assert layout.own_rows == {"batch": ("fsdp",), "mlp": ("tp", "dp"), "vocab": ()} and str(layout) == line
+    assert layout.data == 2 and Layout("dp=2,fsdp=2").data == 4
+    with simulate(8):
+        program = Program(LLAMA)
+        mesh = program.mesh(layout)
+        rules = program.rules(mesh, layout)
+        found = [mesh.live(mesh.expand(rules.compute[n])) for n in ("batch", "mlp", "vocab", "kv", "group")]
+        assert found == [("fsdp",), ("tp", "dp"), (), (), ("tp",)]
+
+
+OWN_RULES = {
+    "tp=2 sp rules=mlp:none,vocab:none": {},  # heads alone are cut
+    "dp=2,tp=2 zero=3 store=dp+tp rules=kv:none,group:none,mlp:none": {"tied": True},  # whole, but cut at rest
+    "dp=2,fsdp=2,tp=2 zero=2 rules=batch:fsdp,mlp:tp+dp mask=uneven": {"vocab": 101, "mlp": 25},  # a data axis for mlp
+    "fsdp=2,dp=2 zero=3 rules=batch:dp+fsdp mask=row": {"dropout": 0.2},  # rows in another order
+    "dp=2,cp=2 zero=3 rules=seq:none,batch:dp+cp micro=2 packed odd": {"dropout": 0.2},  # cp for rows
+    "dp=2,tp=2 rules=batch:dp+tp,kv:none,group:none,mlp:none,vocab:none": {},  # tp for rows
+    "tp=4 sp rules=mlp:tp_group,vocab:tp_kv": {"heads": 8, "kv_heads": 2},  # each on a part of tp
+}
+
+
+@pytest.mark.parametrize("line", OWN_RULES)
+def test_rules_of_one_s_own_are_equivalent(line):
+    assert_equivalent(small_model("llama", layers=1, **OWN_RULES[line]), line, checks=("init", "gradients", "adamw"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("tp=2 rules=mlp", "rules=mlp: 'mlp' is no row: write dim:axis\\+axis, or dim:none"),
+        ("tp=2 rules=mlp:none,mlp:tp", "dim 'mlp' has two rows"),
+        ("tp=2 rules=mlp:tp+tp", "'mlp:tp\\+tp' names an axis twice"),
+        ("tp=2 rules=mlp:dp", "rules=mlp:dp names 'dp', which is none of the mesh axes tp"),
+        (
+            "tp=2 rules=batch:tp_kv",
+            "rules=batch:tp_kv names 'tp_kv', a part of an axis: batch lies on whole axes, such as tp",
+        ),
+        ("tp=2 rules=mpl:tp", "rules=mpl:tp: the model has no dim 'mpl'; did you mean 'mlp'"),
+        ("tp=2 rules=embed:tp", "rules=embed:tp: no axis may hold 'embed', which the model reads whole"),
+        (
+            "dp=2,tp=2 rules=mlp:tp+dp",
+            "mesh axis 'dp' would hold both 'batch' and 'mlp' of one value.* such as batch:none",
+        ),
+        ("tp=2 sp rules=batch:tp", "'tp' would hold both 'batch' and 'seq\\*' of one value.* such as seq\\*:none"),
+        (
+            "dp=2,tp=2 rules=batch:none,mlp:dp+tp",
+            "rules=batch:none,mlp:dp\\+tp: .*dim 'mlp'.* but the mesh orders its axes",
+        ),
+        ("tp=4 rules=kv:tp,group:none", "rules=kv:tp,group:none: .*dim 'kv' of size 2 .* does not divide by 4"),
+        ("cp=2 context=ring rules=seq:none", "rules=seq:none: context=ring needs the sequence on cp"),
+        (
+            "cp=2 context=ulysses rules=kv:none",
+            "rules=kv:none: context=ulysses gives heads and sequence rows of its own",
+        ),
+        ("cp=2,tp=2 sp rules=seq*:tp", "seq\\* on tp, must begin with the axes of seq, cp"),
+    ],
+)
+def test_rules_that_are_not_legal_are_refused_by_the_row(line, message):
+    with pytest.raises(UserError, match=message):
+        assert_equivalent(small_model("llama", layers=1, heads=8, kv_heads=2), line)
+
+
+def test_rules_are_drawn_and_go_back_to_the_standard_ones():
+    smallest = settings(QUICK, max_examples=300)
+    found = hypothesis.find(layouts(LLAMA, 8), lambda x: "mlp" in x.own_rows, settings=smallest)
+    assert found.world == 2 and found.zero == 0 and Program(LLAMA).why_illegal(found) is None
+    assert hypothesis.find(layouts(LLAMA, 8), lambda x: "tp" in x.store_axes, settings=smallest).rules
+    start = Layout.parse("dp=2,tp=2 sp zero=3 rules=mlp:none,vocab:tp,kv:none,group:none micro=2")
+    assert str(shrink(LLAMA, start, lambda x: x.size("tp") > 1 and "mlp" in x.own_rows)) == "tp=2 rules=mlp:none"
+    assert str(shrink(LLAMA, start, lambda x: x.size("dp") > 1)) == "dp=2"
+    moved = Layout.parse("dp=2,fsdp=2,tp=2 rules=batch:fsdp,mlp:tp+dp")
+    assert "dp=2,fsdp=2 rules=batch:fsdp,mlp:dp" in map(str, moved.simpler())
+
+
 # ------------------------------------------------------------------------------------------------- what is drawn
 
 
@@ -117,7 +198,7 @@ def test_only_legal_layouts_are_drawn(data):
     rows, seq = layout.batch
     assert {x.shape for x in batch.values()} == {(rows, seq)}
     counts = model.weights(batch)["lm"].items
-    assert counts.any()
+    assert counts.any() == (layout.mask != "none")
     if layout.mask == "row":
         each = rows // layout.size("dp", "fsdp")
         assert rows == 1 or not counts[: min(-(-each // layout.micro), rows - 1)].any()
@@ -167,6 +248,8 @@ def test_a_row_without_a_token_and_unequal_rows():
     full = make_batch(24, 6, 8, mask="row", empty=2)["mask"].sum(1)
     assert (full[:2] == 0).all() and full[-1] > 0
     assert len(set((make_batch(24, 6, 8, mask="padded")["labels"] >= 0).sum(1).tolist())) > 3
+    none = make_batch(24, 6, 8, mask="none")
+    assert none["mask"].any() and (none["labels"] >= 0).any() and not ((none["labels"] >= 0) & none["mask"]).any()
 
 
 @pytest.mark.parametrize("family", list(families()))
@@ -194,7 +277,8 @@ def test_few_layouts_have_every_pair_of_options():
     legal = space(variants("llama"), 8)
     cases, every = list(legal.cases(1, 0)), legal.pairs()
     assert set().union(*(pairs_of(legal.features(c)) for c in cases)) >= every
-    assert len(cases) < 45 and cases == list(legal.cases(1, 0)) and cases != list(legal.cases(1, 1))
+    assert sum(bool(c.layout.rules) for c in cases) >= 3 and any(c.layout.mask == "none" for c in cases)
+    assert len(cases) < 52 and cases == list(legal.cases(1, 0)) and cases != list(legal.cases(1, 1))
     assert len({str(c.layout) for c in legal.cases(60, 0)}) >= 60
     for case in cases:
         assert Program(find_model(case.model)).why_illegal(case.layout) is None
@@ -230,6 +314,23 @@ def test_layouts_are_equivalent(line):
     assert names == {"init", "loss", "gradients", "clipped", "norms"} | {
         f"adamw {n}" for n in ("parameters", "m", "v")
     } | {"sgd parameters"}
+
+
+NOTHING_COUNTS = ["tp=2 sp micro=2", "cp=2 context=ring packed", "tp=2,fsdp=2 zero=3 micro=2 odd", "dp=2 zero=1"]
+
+
+@pytest.mark.parametrize("line", NOTHING_COUNTS)
+def test_a_batch_without_a_token_that_counts(line):
+    """Loss and gradients are 0, and AdamW decays: on one device by the formula, on the layout as there."""
+    layout = Layout.parse(f"{line} mask=none")
+    assert assert_equivalent(LLAMA, layout, checks=("gradients", "adamw")).ok
+    program, job = Program(LLAMA), Job(("gradients", "adamw"))
+    inputs = inputs_of(program, layout, job)
+    (one,) = run_alone(program, layout, job, inputs, reference=True)
+    start = tree.named(inputs.params)
+    assert all(p.value == 0 for p in one["loss"].values()) and not any(p.value.any() for p in one["gradients"].values())
+    for name, piece in one["adamw parameters"].items():
+        torch.testing.assert_close(piece.value, start[name] * (1 - ADAMW_RATE * 0.1) ** 3, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("family", [f for f in families() if f != "llama"])

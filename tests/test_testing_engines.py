@@ -71,6 +71,12 @@ def test_an_engine_of_processes_is_compared_like_the_other():
     assert furthest(MODEL, line, ("adamw",)) < (1e-12,)
 
 
+def test_processes_have_rules_of_one_s_own():
+    line = Layout.parse("dp=2,tp=2 sp zero=3 store=dp+tp rules=mlp:none,vocab:none mask=uneven")
+    assert compare(MODEL, line, engine="processes", checks=("gradients",)).ok
+    assert furthest(MODEL, line, ("gradients",)) < (1e-13,)
+
+
 def test_under_torchrun_layouts_have_its_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -144,7 +150,7 @@ def test_verify_prints_a_table(capsys):
 
 
 def test_verify_one_layout_with_its_collectives(capsys):
-    line = "tp=2 sp zero=0 mask=uneven"
+    line = "tp=2 sp zero=0 rules=vocab:none mask=uneven"
     assert main(["llama,layers=1", "--layout", line.replace(" zero=0", ""), "--ledger"]) == 0
     text = capsys.readouterr().out
     assert "reduce-scatter  tp" in text and "equal to one device, worst error" in text

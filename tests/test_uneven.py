@@ -14,7 +14,7 @@ from fmegatron import uneven
 from fmegatron.errors import ShardingError, UserError
 from fmegatron.mesh import make_mesh
 from fmegatron.padding import divisible_size, held_positions, overwritten, shard_batch
-from fmegatron.primitives import cross_entropy, linear_cross_entropy
+from fmegatron.primitives import cross_entropy, linear_cross_entropy, rms_norm
 from fmegatron.primitives.cross_entropy import _LinearStatistics
 from fmegatron.random import key
 from fmegatron.rules import Rules, standard_rules
@@ -94,6 +94,44 @@ def test_what_fills_up_is_in_no_sum_product_or_maximum():
         ):
             for rank in per_rank(value):
                 torch.testing.assert_close(rank, expected, rtol=0, atol=1e-14)
+
+
+NORMS = {
+    "an empty part": ({"mlp": 5}, "tp=4", {"mlp": "tp"}, {}),
+    "nested axes": ({"mlp": 7}, "a=2,b=2", {"mlp": ("a", "b")}, {}),
+    "two dims": ({"mlp": 5, "out": 3}, "a=2,b=2", {"mlp": "a", "out": "b"}, {"zero_centred": True}),
+}
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_a_norm_over_an_uneven_dim(case):
+    """Against torch's of the whole, with filling that is not zero: values, gradients, and those of their square."""
+    sizes, axes, rows, options = NORMS[case]
+    torch.manual_seed(0)
+    shape, names = tuple(sizes.values()), " ".join(sizes)
+    x, weight = torch.randn(3, *shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    g = torch.randn_like(x)
+
+    def derivatives(x, weight, g, norm):
+        leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+        y = norm(leaves[0].sigmoid(), leaves[1])
+        first = torch.autograd.grad(y, leaves, g, create_graph=True)
+        return [t.detach() for t in (y, *first, *torch.autograd.grad(first[0].square().sum(), leaves))]
+
+    one = 1 if options else 0
+    want = derivatives(x, weight, g, lambda x, w: torch.nn.functional.rms_norm(x, shape, one + w, 1e-6))
+    with simulate(4):
+        sh = Sharding(make_mesh(axes), Rules({"row": None, **rows}, uneven=sizes))
+        dims = f"row {names}"
+        back = sh.shard(g, dims) + 0.5 * (sh.shard(torch.ones_like(g), dims) == 0)  # what reaches the filling is lost
+        got = derivatives(
+            sh.shard(x, dims), sh.shard(weight, names), back, lambda x, w: rms_norm(x, w, dims=dims, sh=sh, **options)
+        )
+        for mine, whole in zip(got, want, strict=True):
+            for part, expected in zip(
+                per_rank(mine), per_rank(sh.shard(whole, names if whole.ndim < x.ndim else dims)), strict=True
+            ):
+                torch.testing.assert_close(part, expected, rtol=0, atol=1e-12)
 
 
 FORMS = {

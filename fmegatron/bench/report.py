@@ -147,7 +147,8 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def save(path: Path, work: Work, rows: Sequence[Row], known: dict[str, Any]) -> None:
-    """Everything as JSON: the work, versions, and each row with its figures and samples."""
+    """Everything as JSON: the work, versions, and each row with its figures and samples. A file that is there is replaced
+    as a whole, so that a run that is ended meanwhile leaves the one before."""
     entries = []
     for row in rows:
         figures = numbers(row, work, reference_of(rows, row.precision))
@@ -155,7 +156,9 @@ def save(path: Path, work: Work, rows: Sequence[Row], known: dict[str, Any]) -> 
     config = {k: v for k, v in asdict(work.config).items() if isinstance(v, int | float | str | bool | None)}
     about = {"model": work.name, "batch": work.batch, "seq": work.seq, "tokens": work.tokens, "flops": work.flops}
     text = json.dumps({**known, "work": {**about, "config": config}, "rows": entries}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    part = path.with_name(path.name + ".part")
+    part.write_text(text + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def _gib(count: int | None) -> float | None:

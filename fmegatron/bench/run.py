@@ -46,15 +46,27 @@ def run(config: BenchConfig) -> int:
     print(", ".join(f"{name} {value}" for name, value in known.items()), flush=True)
     rows: list[Row] = []
     failures: list[str] = []
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+
+    def keep(more: Sequence[Row]) -> None:
+        """Save what is known so far: a long run may be ended before its last step."""
+        about = {"versions": known, "steps": config.steps, "failures": list(failures)}
+        save(out / "bench.json", work, [*rows, *more], about)
+
     with contextlib.ExitStack() as stack:
         if "megatron" in peers:
             stack.enter_context(peers_megatron.session(device))
         for precision in precisions:
-            rows += _measured(config, work, precision, modes, meshes, peers, device, failures)
+            rows += _measured(config, work, precision, modes, meshes, peers, device, failures, keep)
             gc.collect()
             if on_gpu:
                 torch.cuda.empty_cache()
-    _report(config, work, rows, known, failures)
+    keep([])
+    title = f"One training step of {work.name}, {known['device']}"
+    (out / "bench.svg").write_text(bars(rows, work, title=title), encoding="utf-8")
+    _report(config, work, rows, failures)
+    print(f"\nsaved {out / 'bench.json'} and {out / 'bench.svg'}")
     return 1 if failures else 0
 
 
@@ -93,6 +105,7 @@ def _measured(
     peers: Sequence[str],
     device: torch.device,
     failures: list[str],
+    keep: Callable[[Sequence[Row]], None],
 ) -> list[Row]:
     grads = None if config.grads is None else dtype_of(config.grads)
     policy = ours.precision_of(precision, grads)
@@ -110,9 +123,9 @@ def _measured(
             how = config.hf_compile or ("model" if device.type == "cuda" else "none")
             found.append(peers_hf.contender(work, shared.params, batch, compile=how))
     peak = _peak(config, device, precision, policy.compute_dtype)
-    rows, alive = _backward(config, found, precision, peak, device, failures)
+    rows, alive = _backward(config, found, precision, peak, device, failures, keep)
     if config.whole:
-        _whole(config, alive, rows, device, failures)
+        _whole(config, alive, rows, device, failures, keep)
     if config.profile:
         # compiled and eager each once: the mesh has the same kernels
         for contender in [c for c in alive if c.peer or not c.name.endswith("mesh")]:
@@ -130,6 +143,7 @@ def _backward(
     peak: float,
     device: torch.device,
     failures: list[str],
+    keep: Callable[[Sequence[Row]], None],
 ) -> tuple[dict[str, Row], list[Contender]]:
     """Forward and backward of all: rows without whole steps, and those that did not fail."""
     wait, rows, alive = waiter(device), {}, []
@@ -147,10 +161,15 @@ def _backward(
             alive.append(contender)
             print(f"  {contender.name}: first step {seconds:.1f} s, loss {values[0]:.5f}", flush=True)
     by_name = {c.name: c for c in alive}
+
+    def finished(samples: dict[str, list[float]]) -> None:
+        for name, taken in samples.items():
+            rows[name].backward.samples = taken
+        keep([rows[name] for name in samples])
+
     calls: dict[str, Callable[[], Any]] = {c.name: c.gradients for c in alive}
-    samples = take_turns(calls, config.steps, wait, lambda name: by_name[name].forget(), _failing(failures))
-    for name, taken in samples.items():
-        rows[name].backward.samples = taken
+    failed = _failing(failures)
+    samples = take_turns(calls, config.steps, wait, lambda name: by_name[name].forget(), failed, finished)
     _show("forward and backward", {name: rows[name].backward for name in samples})
     return {name: rows[name] for name in samples}, [by_name[name] for name in samples]
 
@@ -161,28 +180,27 @@ def _whole(
     rows: dict[str, Row],
     device: torch.device,
     failures: list[str],
+    keep: Callable[[Sequence[Row]], None],
 ) -> None:
     """Whole steps of all, entered into their rows."""
-    wait, ready = waiter(device), []
+    wait, ready, phases = waiter(device), [], {}
     for contender in alive:
         with _surviving(f"whole step of {contender.name}", failures):
             contender.prepare()
             _, seconds = first(contender.step, wait)
-            phase = _settled(config, contender, contender.step, seconds, device)
-            rows[contender.name].whole = phase
+            phases[contender.name] = _settled(config, contender, contender.step, seconds, device)
             ready.append(contender)
+
+    def finished(samples: dict[str, list[float]]) -> None:
+        for name, row in rows.items():
+            row.whole = phases[name] if name in samples else None
+            if row.whole is not None:
+                row.whole.samples = samples[name]
+        keep(list(rows.values()))
+
     calls: dict[str, Callable[[], Any]] = {c.name: c.step for c in ready}
-    samples = take_turns(calls, config.steps, wait, failed=_failing(failures))
-    phases = {}
-    for contender in ready:
-        row = rows[contender.name]
-        assert row.whole is not None
-        if contender.name in samples:
-            row.whole.samples = samples[contender.name]
-            phases[contender.name] = row.whole
-        else:
-            row.whole = None
-    _show("whole steps", phases)
+    samples = take_turns(calls, config.steps, wait, failed=_failing(failures), finished=finished)
+    _show("whole steps", {name: phases[name] for name in samples})
 
 
 def _settled(
@@ -235,9 +253,7 @@ def _peak(config: BenchConfig, device: torch.device, precision: str, dtype: torc
 # ------------------------------------------------------------------------------------------------------------- reporting
 
 
-def _report(
-    config: BenchConfig, work: Work, rows: Sequence[Row], known: dict[str, str], failures: Sequence[str]
-) -> None:
+def _report(config: BenchConfig, work: Work, rows: Sequence[Row], failures: Sequence[str]) -> None:
     print()
     print(table(rows, work))
     print()
@@ -252,10 +268,3 @@ def _report(
         print(profile_table(rows))
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    save(out / "bench.json", work, rows, {"versions": known, "steps": config.steps, "failures": list(failures)})
-    (out / "bench.svg").write_text(
-        bars(rows, work, title=f"One training step of {work.name}, {known['device']}"), encoding="utf-8"
-    )
-    print(f"\nsaved {out / 'bench.json'} and {out / 'bench.svg'}")

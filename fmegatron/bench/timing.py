@@ -83,13 +83,14 @@ def take_turns(
     wait: Callable[[], None],
     after: Callable[[str], None] = lambda name: None,
     failed: Callable[[str, Exception], None] | None = None,
+    finished: Callable[[dict[str, list[float]]], None] = lambda samples: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Milliseconds of every call in every round; each second round goes the other way, so that neither a drift of the
     clock rate nor a neighbour's leftovers favour one.
 
     after: what to do behind a call, untimed. failed: told of a call that raises, which then has no samples and no
-    further turns; without it the error is raised.
+    further turns; without it the error is raised. finished: told of all samples so far, behind every round, untimed.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for n in range(rounds):
@@ -107,6 +108,7 @@ def take_turns(
                 continue
             samples[name].append(1e3 * (clock() - start))
             after(name)
+        finished(samples)
     return samples
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmegatron import tree
+from fmegatron import capturing, tree
 from fmegatron.collectives import all_reduce
 from fmegatron.errors import UserError
 from fmegatron.fp8.cast import Operand, scale_of
@@ -129,7 +129,7 @@ def begin(sh: Any, extras: Any, *, spec: Any = None, params: Any = None) -> Any:
         return sh if casts is None else dataclasses.replace(sh, fp8=Step(casts=casts))
     indices, names = site_names(spec)
     history = state["history"]
-    scales = scales_of(history, fp8) if state["steps"] else None
+    scales = scales_of(history, fp8) if _seen_any(state["steps"]) else None
     simulated = sh.mesh is not None and sh.mesh.simulated
     layers = {}
     for i, index in enumerate(indices):
@@ -137,6 +137,24 @@ def begin(sh: Any, extras: Any, *, spec: Any = None, params: Any = None) -> Any:
         seen = lift(seen, sh.mesh.world) if simulated else seen
         layers[index] = Layer(False, names, None if scales is None else scales[i], seen, casts)
     return dataclasses.replace(sh, fp8=Step(layers, casts))
+
+
+def _seen_any(steps: Any) -> bool:
+    """Has a step noted magnitudes? A recorded step has, as there were steps before it; a play of it that begins a run anew
+    raises UserError."""
+    if capturing.recording() is None or not isinstance(steps, Tensor):
+        return bool(steps)
+    capturing.numbers(_noted, steps)
+    return True
+
+
+def _noted(steps: int) -> tuple[float]:
+    if not steps:
+        raise UserError(
+            "cuda_graph: delayed fp8 scaling was recorded with a history, and this state has none (0 steps): make another "
+            "cuda_graph for it"
+        )
+    return (float(steps),)
 
 
 def without(extras: Any) -> Any:

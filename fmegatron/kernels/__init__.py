@@ -4,9 +4,11 @@
     gated          gated activations, and both their gradients
     rotary         queries and keys turned in one launch
     softmax        the softmax and its gradient of the cross-entropy
+    moe            choices of experts sorted, tokens as rows and rows summed, gated activations with the router's weight
 
 Each has its torch operations right beside in the primitive, which are what defines it; `kernel="auto" | "torch" |
-"triton"` of the primitive chooses. Nothing here is imported before a kernel runs, so triton need not be installed.
+"triton"` of the primitive chooses (of `moe`, in the module itself, before moe_triton). No kernel is imported before it
+runs, so triton need not be installed.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from fmegatron.collectives import gather_single
 from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.optim.leaves import cuts_of
+from fmegatron.recording import note_collective
 from fmegatron.simulation import lift, on_each_rank, simulating
 from fmegatron.uneven import cut, filled, lay_out, whole
 
@@ -69,6 +70,7 @@ class Exchange:
             size = self.mesh.size(d)
             x = _all_to_all(x.unflatten(dim, (size, -1)).movedim(dim, 0), self.mesh, d).flatten(0, 1)
         for d in reversed(self._shares(n)[0]):
+            _note("all-gather", x, self.mesh, d)
             x = functional.wait_tensor(gather_single(x.contiguous(), 0, (self.mesh, d)))
         x = x[:n] if x.shape[0] != n else x
         for dim, size, cuts in self.uneven:
@@ -151,6 +153,12 @@ def _own_part(x: Tensor, mesh: Any, d: int) -> Tensor:
     return x.index_select(0, here)[0]
 
 
+def _note(kind: str, x: Tensor, mesh: Any, d: int) -> None:
+    """Into the records of collectives that are open; mesh dims are named after the axes."""
+    note_collective(kind, (mesh.mesh_dim_names[d] if mesh.mesh_dim_names else str(d),), mesh.size(d), x)
+
+
 def _all_to_all(x: Tensor, mesh: Any, d: int) -> Tensor:
     """x[rank of mesh dim d, …]: part r goes to rank r; the parts received, in order of ranks."""
+    _note("all-to-all", x, mesh, d)
     return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, (mesh, d)))

@@ -15,9 +15,10 @@ from fmegatron.optim.per_leaf import Pattern, matches
 if TYPE_CHECKING:
     from fmegatron.spec import Param
 
-STREAM = "embed"  # the dim of the residual stream, which is one side of every matrix in a layer
+# the dim of the residual stream, which is one side of every matrix in a layer; of latent attention's, latents are
+STREAMS = {"embed", "q_latent", "kv_latent"}
 COUNTS = {"expert", "gated"}  # dims that count matrices: the first of experts, gate and up of a fused leaf
-HEADS = {"kv", "group", "qkv", "head"}  # dims that are only together one side
+HEADS = {"kv", "group", "qkv", "head", "nope_value", "value"}  # dims that are only together one side
 JOINED = "qkv"  # along it lie the queries of a kv head, its key and its value: three matrices
 
 
@@ -58,8 +59,8 @@ def matrix_of(param: Param) -> MatrixDims | None:
         return None
     if len(rest) == 2:
         return MatrixDims(counts, (rest[0],), (rest[1],))
-    stream = tuple(i for i in rest if names[i] == STREAM)
-    other = tuple(i for i in rest if names[i] != STREAM)
+    stream = tuple(i for i in rest if names[i] in STREAMS)
+    other = tuple(i for i in rest if names[i] not in STREAMS)
     if len(stream) != 1 or not other or (other[0] < stream[0] < other[-1]):
         return None
     rows, columns = (stream, other) if stream < other else (other, stream)

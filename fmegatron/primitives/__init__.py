@@ -1,7 +1,7 @@
 """The operations of a model that torch has not, or not with this memory: each right in every precision, eager and
 compiled, under torch.func, and (where they mix or index along a dim) under `sh`."""
 
-from fmegatron.primitives.activation import geglu, gelu, quick_gelu, relu2, swiglu
+from fmegatron.primitives.activation import clamped_swiglu, geglu, gelu, quick_gelu, relu2, swiglu
 from fmegatron.primitives.attention import attention, cu_seqlens_of, segments_of
 from fmegatron.primitives.cross_entropy import cross_entropy, linear_cross_entropy
 from fmegatron.primitives.dropout import dropout
@@ -32,6 +32,7 @@ __all__ = [
     "apply_rotary",
     "apply_rotary_both",
     "attention",
+    "clamped_swiglu",
     "cross_entropy",
     "cu_seqlens_of",
     "dropout",

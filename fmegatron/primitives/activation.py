@@ -39,6 +39,25 @@ def geglu(
     return _gated("geglu", gate, up, "gelu" if approximate == "none" else "gelu_tanh", kernel)
 
 
+def clamped_swiglu(
+    gate: torch.Tensor,
+    up: torch.Tensor | None = None,
+    *,
+    limit: float = 7.0,
+    slant: float = 1.702,
+    kernel: str = "auto",
+) -> torch.Tensor:
+    """g * sigmoid(slant * g) * (u + 1), with g = min(gate, limit) and u = up within ±limit, of one shape (GPT-OSS). Without up:
+    as `swiglu`. By torch's operations, whatever `kernel` says: where it counts, in experts, `fmegatron.kernels.moe` has it.
+
+    Raises UserError when the shapes differ.
+    """
+    gate, up = _both("clamped_swiglu", gate, up)
+    g, u = (x.to(wide(x.dtype)) for x in (gate, up))
+    g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    return (g * (slant * g).sigmoid() * (u + 1)).to(gate.dtype)
+
+
 def gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
     """x times the normal distribution function of x (Hendrycks and Gimpel 2016), exactly ("none") or by their formula
     with tanh ("tanh": GPT-2, Gemma). Backward keeps x.
@@ -61,17 +80,25 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
 
 def _gated(what: str, gate: torch.Tensor, up: torch.Tensor | None, kind: str, kernel: str) -> torch.Tensor:
     fast = chosen(what, kernel, gate, up)
+    halves = _both(what, gate, up)
+    if fast and up is None:
+        return apply_function(_GatedPair, gate, kind)
+    return apply_function(_Gated, *halves, kind, fast)
+
+
+def _both(what: str, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up, of one shape."""
     if up is None:
         if gate.ndim < 2 or gate.shape[-2] != 2:
             raise UserError(
                 f"{what}: gate has shape {tuple(gate.shape)} and there is no up: give both, or one tensor [... 2 mlp]"
             )
-        return apply_function(_GatedPair, gate, kind) if fast else apply_function(_Gated, *gate.unbind(-2), kind, False)
+        return gate.select(-2, 0), gate.select(-2, 1)
     if gate.shape != up.shape:
         raise UserError(
             f"{what}: gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}: give two tensors of one shape"
         )
-    return apply_function(_Gated, gate, up, kind, fast)
+    return gate, up
 
 
 def _check_approximate(what: str, approximate: str) -> None:

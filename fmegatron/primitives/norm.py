@@ -3,6 +3,8 @@ addition before it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from fmegatron.errors import UserError
 from fmegatron.function import apply_function, under_torch_func
 from fmegatron.kernels import chosen
 from fmegatron.mesh import Mesh
-from fmegatron.primitives._function import cast, graph_wanted, may_overwrite, sharded, wide
+from fmegatron.primitives._function import cast, global_size, graph_wanted, may_overwrite, sharded, wide
 
 
 def rms_norm(
@@ -37,7 +39,8 @@ def rms_norm(
     wide_weight: multiply before the cast back to x's dtype (Gemma, OLMo 2) and not after it (Llama, Qwen, Mistral).
     dims, sh: needed where a normalised dim may be sharded. `dims` names all dims of x, such as
         "batch seq kv group head"; the last ones are the weight's, and statistics are summed over the ranks that hold
-        them: one all-reduce of a number per row, and one in backward.
+        them: one all-reduce of a number per row, and one in backward. What fills up a dim that does not divide (see
+        `Rules.uneven`) is in no mean, and 0 in the result.
     kernel: "triton": one pass forward and one backward, for rows of up to 16384; "torch": torch's operations; "auto":
         the first on CUDA (see `fmegatron.kernels`).
 
@@ -45,7 +48,7 @@ def rms_norm(
     """
     n = 1 if weight is None else weight.ndim
     _check_weight("rms_norm", x, weight)
-    mesh, axes = None, ()
+    mesh, axes, size = None, (), None
     if dims is not None or sh is not None:
         names = [] if dims is None else dims.split()
         if len(names) != x.ndim:
@@ -55,12 +58,8 @@ def rms_norm(
             )
         if any(sharded(sh, name) for name in names[-n:]):
             mesh = sh.mesh
-            for name in names[-n:]:
-                if (size := sh.uneven_size(name)) is not None:
-                    raise UserError(
-                        f"rms_norm(dims={dims!r}): dim {name!r} of size {size} does not divide by the mesh axes "
-                        f"{', '.join(sh.axes(name))}, which a norm over it needs: choose a size or a mesh that divides"
-                    )
+            size = math.prod([global_size(sh, name, held) for name, held in zip(names[-n:], x.shape[-n:], strict=True)])
+            x = _without_filling(x, names[-n:], sh)
             axes = mesh.sorted([axis for name in names[-n:] for axis in sh.axes(name)])
 
     def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -68,7 +67,7 @@ def rms_norm(
         if not axes and _by_kernel("rms_norm", kernel, rows, w):
             y = apply_function(_NormByKernel, rows, None, w, None, eps, False, zero_centred, wide_weight, False)[0]
         else:
-            y = apply_function(_RMSNorm, rows, w, eps, zero_centred, wide_weight, mesh, axes)[0]
+            y = apply_function(_RMSNorm, rows, w, eps, zero_centred, wide_weight, mesh, axes, size)[0]
         return y.unflatten(-1, x.shape[-n:]) if n > 1 else y
 
     if mesh is None:
@@ -169,7 +168,8 @@ def _check_weight(what: str, x: torch.Tensor, weight: torch.Tensor | None, *, di
 
 
 class _RMSNorm(Function):
-    """(x, weight, eps, zero_centred, wide_weight, mesh, the axes that hold the last dim) -> (y, 1 / rms)."""
+    """(x, weight, eps, zero_centred, wide_weight, mesh, the axes that hold the last dim, its global size or None where none
+    does) -> (y, 1 / rms)."""
 
     generate_vmap_rule = True
 
@@ -182,12 +182,13 @@ class _RMSNorm(Function):
         wide_weight: bool,
         mesh: Mesh | None,
         axes: tuple[str, ...],
+        size: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not axes and not zero_centred and _fused(x, weight):
             # the kernel multiplies by a weight before it rounds
             y, scale = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight if wide_weight else None, eps)
             return (y if wide_weight or weight is None else y * weight), scale
-        scale = _inverse_rms(x, eps, mesh, axes)
+        scale = _inverse_rms(x, eps, mesh, axes, size)
         y = x * scale
         if weight is None:
             return cast(y, x.dtype), scale
@@ -200,7 +201,7 @@ class _RMSNorm(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, ctx.eps, ctx.zero_centred, _, ctx.mesh, ctx.axes = inputs
+        x, weight, ctx.eps, ctx.zero_centred, _, ctx.mesh, ctx.axes, ctx.size = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, output[1])
@@ -212,16 +213,16 @@ class _RMSNorm(Function):
             x, weight, scale = ctx.saved_tensors
             need = ctx.needs_input_grad[:2]
             if graph_wanted():
-                scale = _inverse_rms(x, ctx.eps, ctx.mesh, ctx.axes)  # a function of x again
+                scale = _inverse_rms(x, ctx.eps, ctx.mesh, ctx.axes, ctx.size)  # a function of x again
             if not graph_wanted() and not ctx.axes and not ctx.zero_centred and _fused(x, weight):
                 size = [x.shape[-1]]
                 gx, gw = torch.ops.aten._fused_rms_norm_backward(
                     g.contiguous().to(x.dtype), x, size, scale, weight, need
                 )
             else:
-                gx, gw = _rms_gradients(x, weight, scale, g, ctx.zero_centred, ctx.mesh, ctx.axes)
+                gx, gw = _rms_gradients(x, weight, scale, g, ctx.zero_centred, ctx.mesh, ctx.axes, ctx.size)
             gx, gw = gx if need[0] else None, gw if need[1] else None
-        return gx, gw, None, None, None, None, None
+        return gx, gw, None, None, None, None, None, None
 
 
 def _fused(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
@@ -231,17 +232,23 @@ def _fused(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
     return eager and x.device.type == "cuda" and alike and x.is_contiguous()
 
 
-def _inverse_rms(x: torch.Tensor, eps: float, mesh: Mesh | None, axes: tuple[str, ...]) -> torch.Tensor:
-    """1 / sqrt(mean(x²) + eps) of each row, its elements on the ranks of `axes`."""
+def _without_filling(x: torch.Tensor, names: Sequence[str], sh: Any) -> torch.Tensor:
+    """x with zeros in what fills up its last dims, whose names these are."""
+    for d, name in enumerate(reversed(names)):
+        if (n := sh.uneven_size(name)) is not None:
+            x = x.masked_fill((sh.index(name, n, device=x.device) < 0).view(-1, *[1] * d), 0)
+    return x
+
+
+def _inverse_rms(
+    x: torch.Tensor, eps: float, mesh: Mesh | None, axes: tuple[str, ...], size: int | None
+) -> torch.Tensor:
+    """1 / sqrt(mean(x²) + eps) of each row, its `size` elements on the ranks of `axes`; None: it is here."""
     if graph_wanted():
         total = x.to(wide(x.dtype)).square().sum(-1, keepdim=True)
     else:
         total = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x.dtype)).square()
-    return torch.rsqrt(_sum_over_ranks(total, mesh, axes) / _size(x, mesh, axes) + eps)
-
-
-def _size(x: torch.Tensor, mesh: Mesh | None, axes: tuple[str, ...]) -> int:
-    return x.shape[-1] * mesh.size(axes) if mesh is not None else x.shape[-1]
+    return torch.rsqrt(_sum_over_ranks(total, mesh, axes) / (size or x.shape[-1]) + eps)
 
 
 def _sum_over_ranks(x: torch.Tensor, mesh: Mesh | None, axes: tuple[str, ...]) -> torch.Tensor:
@@ -262,6 +269,7 @@ def _rms_gradients(
     zero_centred: bool,
     mesh: Mesh | None,
     axes: tuple[str, ...],
+    size: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     dtype, in_place = scale.dtype, may_overwrite() and not torch.is_grad_enabled()
     normal, gw = x * scale, None
@@ -274,7 +282,7 @@ def _rms_gradients(
         # compiled, a product with a vector would be a kernel of its own
         along = (by_weight * w).sum(-1) if torch.compiler.is_compiling() else by_weight @ w
         gx = g * w
-    along = _sum_over_ranks(along.unsqueeze(-1), mesh, axes) / _size(x, mesh, axes)
+    along = _sum_over_ranks(along.unsqueeze(-1), mesh, axes) / (size or x.shape[-1])
     if in_place and gx is not g:
         gx = gx.addcmul_(normal, along, value=-1).mul_(scale)
     else:
@@ -418,8 +426,8 @@ class _NormByKernel(Function):
                 gx, gw, gb = _layer_gradients(x, weight, g, ctx.eps)
                 gx = gx.to(x.dtype)
             else:
-                scale, gb = _inverse_rms(x, ctx.eps, None, ()), None
-                gx, gw = _rms_gradients(x, weight, scale, g, ctx.zero_centred, None, ())
+                scale, gb = _inverse_rms(x, ctx.eps, None, (), None), None
+                gx, gw = _rms_gradients(x, weight, scale, g, ctx.zero_centred, None, (), None)
             return (gx if g_total is None else gx + g_total), gw, gb
         form = ctx.bias_dtype is not None, ctx.zero_centred
         if torch.compiler.is_compiling():

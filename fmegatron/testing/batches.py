@@ -1,4 +1,5 @@
-"""Small global batches with what goes wrong: unequal masks, a rank without a token that counts, packed documents."""
+"""Small global batches with what goes wrong: unequal masks, a rank or a whole batch without a token that counts, packed
+documents."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ def make_batch(
     """tokens and labels, int64[batch seq], with some labels ignored.
 
     mask: "full"; "uneven": a tensor `mask`, from few to nearly all tokens a row; "padded": rows end early, behind which
-        labels are ignored; "row": uneven, and nothing counts in the first `empty` rows.
+        labels are ignored; "row": uneven, and nothing counts in the first `empty` rows; "none": nothing counts, in the
+        first half of the rows by labels, in the others by `mask`.
     packed: `segments` and `positions`[batch seq] of two or more documents a row.
     """
     g = torch.Generator().manual_seed(seed)
@@ -33,6 +35,10 @@ def make_batch(
         lengths = torch.linspace(max(1, seq // 4), seq, rows).long()[:, None]
         found["labels"] = labels.masked_fill(where >= lengths, IGNORE)
         found["labels"][-1, 0] = ids[-1, 1]
+    elif mask == "none":
+        by_label = torch.arange(rows)[:, None] < rows // 2
+        found["labels"] = labels.masked_fill(by_label, IGNORE)
+        found["mask"] = by_label.expand(rows, seq).clone()
     if packed:
         starts = torch.rand(rows, seq, generator=g) < 2.0 / seq
         starts[:, 0] = True

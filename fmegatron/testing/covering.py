@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fmegatron.testing.layout import MASKS, PIPELINE, Layout
-from fmegatron.testing.strategies import AXES, contexts, meshes, pipelines, remats, stores
+from fmegatron.testing.strategies import AXES, contexts, meshes, own_rules, pipelines, remats, stores
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 TRIES = 80  # candidates among which the one with most new pairs for its cost is taken
 MICROBATCHES = (1, 2)
+COUNTING = tuple(m for m in MASKS if m != "none")  # a batch of zeros shows nothing of the other options
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Space:
             stages=stages,
             remat=random.choice(self.remats),
             packed=random.random() < 0.5,
-            mask=random.choice(MASKS),
+            mask=random.choice(COUNTING),
             odd=random.choice(self.odd),
         )
         return Case(model, layout)
@@ -99,7 +100,7 @@ class Space:
         free: dict[str, Sequence[Any]] = {
             "micro": MICROBATCHES,
             "remat": self.remats,
-            "mask": MASKS,
+            "mask": COUNTING,
             "odd": self.odd,
         }
         found, seen = set[Pair](), set[Any]()
@@ -128,7 +129,8 @@ class Space:
                     yield Case(model, made)
 
     def cases(self, examples: int, seed: int) -> Iterator[Case]:
-        """Cases with distinct layouts: at least `examples`, and more until every pair of values is there."""
+        """Cases with distinct layouts: at least `examples`, and more until every pair of values is there; behind them
+        some with rules of their own, and some of which no token counts."""
         random, left, made, layouts = python_random.Random(seed), self.pairs(), 0, set[str]()
         idle = 0
         while (made < examples or left) and idle < 50:
@@ -143,6 +145,30 @@ class Space:
             layouts.add(str(case.layout))
             made += 1
             yield case
+        yield from self._further(made // 6, python_random.Random(f"further {seed}"), layouts)
+
+    def _further(self, number: int, random: python_random.Random, layouts: set[str]) -> Iterator[Case]:
+        """So many cases of what no pair is counted of."""
+        from fmegatron.testing.models import find_model
+        from fmegatron.testing.program import program_of
+
+        made = 0
+        for _ in range(20 * number):
+            if made == number:
+                return
+            case = self.draw(random)
+            program = program_of(find_model(case.model))
+            if made % 3 == 2:
+                layout = replace(case.layout, mask="none")
+            elif rules := own_rules(program, case.layout.mesh):
+                layout = replace(case.layout, rules=random.choice(rules))
+            else:
+                continue
+            if str(layout) in layouts or case.layout.pipelined or program.why_illegal(layout) is not None:
+                continue
+            layouts.add(str(layout))
+            made += 1
+            yield Case(case.model, layout)
 
 
 def space(models: Sequence[str], world: int, *, axes: Sequence[str] = AXES) -> Space:

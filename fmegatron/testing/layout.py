@@ -11,13 +11,15 @@ from typing import Any
 
 from fmegatron.axes import parse_axes
 from fmegatron.errors import UserError
+from fmegatron.parallel.dispatch import BACKENDS
+from fmegatron.parallel.own_rows import format_rows, parse_rows
 from fmegatron.parallel.schedules import SCHEDULES
 from fmegatron.rules import CONTEXTS
 
 DATA = ("dp", "fsdp")  # axes that divide the batch
 STORES = (*DATA, "cp")  # axes over which parameters are used alike, so that they can hold trees at rest
 PIPELINE = "pp"  # the axis on which a model's layers lie
-MASKS = ("full", "uneven", "padded", "row")
+MASKS = ("full", "uneven", "padded", "row", "none")
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,6 +33,10 @@ class Layout:
     store: axes that hold these, joined by "+"; "" means all of dp, fsdp and cp. Fewer of them is hybrid sharding:
         `fsdp=2,dp=2 zero=3 store=fsdp`.
     state: further axes that hold the optimizer's state alone, such as dp there.
+    rules: rows in place of the standard ones (`fmegatron.rules.standard_rules`), as dim:axis+axis or dim:none joined by
+        ",": `dp=2,fsdp=2,tp=2 rules=batch:fsdp,mlp:tp+dp,vocab:none`.
+    ep, etp: ranks over which experts lie, and over which their width does, folded over the mesh without pp.
+    dispatch: how tokens reach their experts: all-to-all, all-gather or dense.
     micro: microbatches.
     schedule: of a pipeline over pp: one of `fmegatron.parallel.schedules.SCHEDULES`.
     virtual: stages of the model on each rank of pp; None: 2 where the schedule has several, else 1.
@@ -39,8 +45,8 @@ class Layout:
     remat: what blocks keep for their backward: everything, nothing, or names of computations joined by "+".
     context: how attention reads a sequence that the axis cp cuts: gather, ring, ulysses or ulysses+ring.
     packed: each row is several documents.
-    mask: which tokens count: all (full), unequally many a row (uneven), rows of unequal lengths (padded), or none in
-        the first microbatch of the first rank (row).
+    mask: which tokens count: all (full), unequally many a row (uneven), rows of unequal lengths (padded), none in the
+        first microbatch of the first rank (row), or none at all (none), of which loss and gradients are 0.
     odd: the batch has one row, and each row one token, less than the layout can cut into equal parts.
     rows, seq: of the global batch; None means the smallest that the layout can cut, with an uneven last microbatch.
     """
@@ -50,6 +56,10 @@ class Layout:
     zero: int = 0
     store: str = ""
     state: str = ""
+    rules: str = ""
+    ep: int = 1
+    etp: int = 1
+    dispatch: str = "all-to-all"
     micro: int = 1
     schedule: str = "1f1b"
     virtual: int | None = None
@@ -71,6 +81,8 @@ class Layout:
             raise UserError(f"layout {self}: context={self.context} is not known: use one of {', '.join(CONTEXTS)}")
         if self.mask not in MASKS:
             raise UserError(f"layout {self}: mask={self.mask} is not known: use one of {', '.join(MASKS)}")
+        if self.dispatch not in BACKENDS:
+            raise UserError(f"layout {self}: dispatch={self.dispatch} is not known: use one of {', '.join(BACKENDS)}")
         if self.schedule not in SCHEDULES:
             raise UserError(f"layout {self}: schedule={self.schedule} is not known: use one of {', '.join(SCHEDULES)}")
         for name, there in (("schedule", self.schedule != "1f1b"), ("virtual", self.virtual), ("stages", self.stages)):
@@ -85,6 +97,23 @@ class Layout:
             for name in filter(None, value.split("+")):
                 if name not in self.axes:
                     raise UserError(f"layout {self}: {what}={value} names an axis that the mesh lacks")
+        for dim, names in self.own_rows.items():
+            for name in names:
+                if name not in self.axes and name.split("_")[0] not in self.axes or name == PIPELINE:
+                    raise UserError(
+                        f"layout {self}: rules={format_rows({dim: names})} names {name!r}, which is none of the mesh axes "
+                        f"{', '.join(a for a in self.axes if a != PIPELINE)}"
+                    )
+                if dim in ("batch", "seq", "seq*") and name not in self.axes:
+                    raise UserError(
+                        f"layout {self}: rules={format_rows({dim: names})} names {name!r}, a part of an axis: {dim} lies on "
+                        f"whole axes, such as {name.split('_')[0]}"
+                    )
+        stage = math.prod(n for a, n in self.axes.items() if a != PIPELINE)
+        if self.ep < 1 or self.etp < 1 or stage % (self.ep * self.etp):
+            raise UserError(
+                f"layout {self}: ep={self.ep} times etp={self.etp} must divide the {stage} ranks of the mesh"
+            )
         for name, value in (("micro", self.micro), ("virtual", self.virtual), ("rows", self.rows), ("seq", self.seq)):
             if value is not None and value < 1:
                 raise UserError(f"layout {self}: {name}={value} must be 1 or more")
@@ -127,10 +156,22 @@ class Layout:
         return tuple(filter(None, self.state.split("+")))
 
     @property
+    def own_rows(self) -> dict[str, tuple[str, ...]]:
+        """{dim: axes} of `rules`. Raises UserError for what is no row."""
+        return parse_rows(self.rules)
+
+    @property
+    def data(self) -> int:
+        """Over how many ranks the rows of the batch lie."""
+        return self.size(*self.own_rows.get("batch", DATA))
+
+    @property
     def batch(self) -> tuple[int, int]:
         """(rows, tokens a row) of the global batch."""
-        data, cp = self.size(*DATA), self.size("cp")
+        own = self.own_rows
+        data, cp = math.lcm(self.data, self.size(*DATA)), self.size("cp")
         cuts = cp * (self.size("tp") if self.sp else 1) * (1 + (cp > 1))  # twice for a zigzag order
+        cuts = math.lcm(cuts, *(self.size(*own[n]) for n in ("seq", "seq*") if n in own))
         each = max(self.micro + (self.micro > 1), -(-3 // data))
         rows, seq = data * each - self.odd, cuts * -(-6 // cuts) - self.odd
         return self.rows or rows, self.seq or seq
@@ -177,10 +218,12 @@ class Layout:
                 yield from self._changed(**{f.name: f.default})
         for micro in range(2, self.micro):
             yield from self._changed(micro=micro)
+        for dim in self.own_rows if self.rules.count(",") else ():
+            yield from self._changed(rules=format_rows({n: row for n, row in self.own_rows.items() if n != dim}))
         if self.context == "ulysses+ring":
             yield from self._changed(context="ring")
             yield from self._changed(context="ulysses")
-        if self.mask in ("padded", "row"):
+        if self.mask in ("padded", "row", "none"):
             yield from self._changed(mask="uneven")
         plain = sorted(axes, key=[PIPELINE, *STORES, "tp", *axes].index)
         if list(axes) != plain:
@@ -193,6 +236,11 @@ class Layout:
                 changes[what] = "+".join(n for n in getattr(self, what).split("+") if n in left)
             if not any(n in left for n in STORES):
                 changes["zero"] = 0
+            stage = math.prod(n for a, n in left.items() if a != PIPELINE)
+            changes["etp"] = math.gcd(self.etp, stage)
+            changes["ep"] = math.gcd(self.ep, stage // changes["etp"])
+            rows = {d: tuple(a for a in row if a.split("_")[0] in left) for d, row in self.own_rows.items()}
+            changes["rules"] = format_rows(rows)
             if "tp" not in left:
                 changes["sp"] = False
             if "cp" not in left:

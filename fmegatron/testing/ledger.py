@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from fmegatron.precision import Precision
 from fmegatron.recording import Collective, record_collectives
 from fmegatron.simulation import simulate
 from fmegatron.step import TrainState, train_step
+from fmegatron.testing.compiled import counting, one_rank_of
 from fmegatron.testing.engines import check_engine
 from fmegatron.testing.layout import Layout
-from fmegatron.testing.program import program_of
+from fmegatron.testing.program import Program, program_of
 from fmegatron.testing.running import Job, inputs_of
 from fmegatron.zero import with_sharded_state
 
@@ -94,14 +96,19 @@ def ledger(
     *,
     part: Literal["step", "gradients"] = "step",
     precision: Precision | None = None,
+    optimizer: Literal["adamw", "muon"] = "adamw",
+    compile: str | None = None,
     **options: Any,
 ) -> Ledger:
-    """What a layout communicates, counted in a simulated step (AdamW with clipping, and the norms that it reports); or
-    in its "gradients" alone. precision: float32 by default.
+    """What a layout communicates, counted in a simulated step (with clipping, and the norms that it reports); or in its
+    "gradients" alone. precision: float32 by default. optimizer: "adamw", or "muon" for the matrices of hidden layers,
+    whose exchange between ranks is counted too.
 
-    model, options: as for `assert_equivalent`. What runs inside a compiled block, and Muon's exchange of matrices, is
-    not counted. Raises UserError for a layout that is not legal, and for a pipeline, which is not
-    simulated.
+    compile: blocks are compiled by this backend of torch.compile, "aot_eager", and collectives counted where their graphs
+    run. Then one rank alone runs, in a group whose collectives give no values, so that part must be "gradients".
+
+    model, options: as for `assert_equivalent`. Raises UserError for a layout that is not legal, for a pipeline, which is
+    not simulated, and for a model whose blocks cannot be compiled.
     """
     program, layout = program_of(model, **options), Layout.parse(layout) if isinstance(layout, str) else layout
     if (why := program.why_illegal(layout, propose=True)) is not None:
@@ -111,6 +118,8 @@ def ledger(
         return Ledger(layout, ())
     precision = precision or Precision()
     made = program.on(layout)
+    if compile is not None:
+        return Ledger(layout, tuple(_of_compiled(made, layout, part, precision, compile)))
     _, loss, weights = made.functions
     inputs = inputs_of(program, layout, Job(precision=precision, steps=1))
     with simulate(layout.world):
@@ -118,18 +127,55 @@ def ledger(
         params = sh.shard_params(inputs.params, inputs.spec)
         (batch,) = inputs.batches
         batch = {n: sh.shard(x, program.dims_of(n, x)) for n, x in batch.items()}
-        optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
-        optimizer = with_sharded_state(optimizer, inputs.spec, sh)
-        state = TrainState(0, params, optimizer.init(params), random.key(0))
         with record_collectives() as found:
             if part == "step":
-                step = train_step(loss, optimizer, weights=weights, sh=sh, microbatches=layout.micro, spec=inputs.spec)
+                pieces = optim.chain(optim.clip_by_global_norm(1.0), _optimizer(optimizer, inputs.spec))
+                pieces = with_sharded_state(pieces, inputs.spec, sh)
+                state = TrainState(0, params, pieces.init(params), random.key(0))
+                found.clear()
+                step = train_step(loss, pieces, weights=weights, sh=sh, microbatches=layout.micro, spec=inputs.spec)
                 step(state, batch)
             else:
                 gradients = accumulate(loss, layout.micro, weights=weights, spec=inputs.spec)
                 gradients(params, batch, Ctx(sh=sh, key=random.fold_in(random.key(0), 0)))
         assert sh.mesh is not None
         return Ledger(layout, tuple(summed_up(found, sh.mesh)))
+
+
+def _optimizer(name: str, spec: Any) -> optim.Optimizer:
+    if name not in ("adamw", "muon"):
+        raise UserError(f'ledger(optimizer={name!r}): use "adamw" or "muon"')
+    adamw = optim.adamw(1e-3)
+    if name == "adamw":
+        return adamw
+    return optim.partition(optim.muon_labels(spec), {"muon": optim.muon(1e-3, spec=spec), "adamw": adamw})
+
+
+def _of_compiled(program: Program, layout: Layout, part: str, precision: Precision, backend: str) -> list[Entry]:
+    """The collectives of one rank whose blocks are compiled."""
+    if part != "gradients":
+        raise UserError(
+            f'ledger(part={part!r}, compile={backend!r}): only part="gradients" is counted of compiled blocks'
+        )
+    model = program.model
+    if not dataclasses.is_dataclass(model) or isinstance(model, type) or not hasattr(model, "compile"):
+        raise UserError(
+            f"ledger(compile={backend!r}) needs a model that is a dataclass with a field `compile`, as Decoder is"
+        )
+    inputs = inputs_of(program, layout, Job(precision=precision, steps=1))
+    with one_rank_of(layout.world):
+        sh = program.sharding(layout, precision)
+        assert sh.mesh is not None
+        program = dataclasses.replace(
+            program, model=dataclasses.replace(model, compile={"backend": counting(backend, sh.mesh)})
+        )
+        _, loss, weights = program.functions
+        params = sh.shard_params(inputs.params, inputs.spec)
+        batch = {n: sh.shard(x, program.dims_of(n, x)) for n, x in inputs.batches[0].items()}
+        with record_collectives() as found:
+            gradients = accumulate(loss, layout.micro, weights=weights, spec=inputs.spec)
+            gradients(params, batch, Ctx(sh=sh, key=random.fold_in(random.key(0), 0)))
+        return summed_up(found, sh.mesh)
 
 
 def summed_up(found: Sequence[Collective], mesh: Mesh) -> list[Entry]:

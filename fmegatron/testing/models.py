@@ -13,13 +13,16 @@ from typing import Any
 
 from fmegatron.errors import UserError
 from fmegatron.models import PRESETS, Decoder, DecoderConfig
+from fmegatron.models.config import MLA
 from fmegatron.models.fused import FUSED
+from fmegatron.models.moe import MoE
 from fmegatron.primitives import LinearScaling, Llama3Scaling
 
 LOSS = {"label_smoothing": 0.1, "z_loss": 0.01}  # so that each part of the loss has a gradient that is checked
 SHAPES = ((6, 3), (8, 2))  # query heads, kv heads: odd ones, and ones that tp=4 and tp=8 divide
 LEGAL_VOCAB, ODD_VOCAB = 48, 101
 SMALL = {"embed": 12, "head": 4, "mlp": 24, "layers": 2, "max_seq": 64}
+EXPERTS, CHOSEN, EXPERT_WIDTH = 4, 2, 8
 VARIES = ("heads", "kv_heads", "layers", "vocab", "tied", "dropout", "embed", "mlp", "head", *FUSED)
 
 
@@ -53,9 +56,18 @@ def small_config(name: str = "llama", **changes: Any) -> DecoderConfig:
     heads, kv_heads = SHAPES[0]
     given: dict[str, Any] = {**SMALL, "vocab": LEGAL_VOCAB, "heads": heads}
     given["kv_heads"] = kv_heads if preset.kv_heads < preset.heads else heads
+    if preset.mla is not None:
+        small = MLA(kv_rank=6, nope=4, rope=2, value=5, q_rank=None if preset.mla.q_rank is None else 8)
+        given |= {"mla": small, "head": small.head}
+    if preset.moe is not None:
+        narrow = preset.moe.mlp == preset.mlp and "mlp" not in changes  # where they are one field
+        given["mlp"] = EXPERT_WIDTH if narrow else given["mlp"]
     given |= changes
+    if preset.moe is not None:
+        given.setdefault("moe", _small_moe(preset, given["mlp"], given["layers"]))
     if "heads" in changes and "kv_heads" not in changes:
-        given["kv_heads"] = math.gcd(given["heads"], given["kv_heads"])
+        every = preset.mla is not None  # which makes keys and values of each head
+        given["kv_heads"] = given["heads"] if every else math.gcd(given["heads"], given["kv_heads"])
     if preset.embed_scale is not None:
         given.setdefault("embed_scale", math.sqrt(given["embed"]))
     if preset.attention_scale is not None:
@@ -71,6 +83,17 @@ def small_config(name: str = "llama", **changes: Any) -> DecoderConfig:
         given.setdefault("rope_scaling", None)  # of another size of head
     given.setdefault("rope_base", min(preset.rope_base, 500.0))
     return replace(preset, **given)
+
+
+def _small_moe(preset: DecoderConfig, mlp: int, layers: int) -> MoE:
+    """Its experts, few and narrow; of two layers or more one at most is dense."""
+    moe = preset.moe
+    assert moe is not None
+    groups = {"groups": 2, "group_top_k": 1} if moe.routing.groups > 1 else {}
+    routing = replace(moe.routing, experts=EXPERTS, top_k=CHOSEN, **groups)  # type: ignore[arg-type]
+    width = mlp if moe.mlp == preset.mlp else EXPERT_WIDTH
+    shared = EXPERT_WIDTH * (moe.shared // moe.mlp)
+    return replace(moe, routing=routing, mlp=width, shared=shared, dense_layers=moe.dense_layers[: min(1, layers - 1)])
 
 
 def small_model(name: str = "llama", **changes: Any) -> Decoder:

@@ -17,10 +17,12 @@ from torch import Tensor
 from fmegatron import random, tree
 from fmegatron.checking import infer_over
 from fmegatron.context import Ctx
-from fmegatron.errors import UserError
+from fmegatron.errors import ShardingError, UserError
 from fmegatron.mesh import Mesh, make_mesh
 from fmegatron.parallel.context import factoring
+from fmegatron.parallel.folding import expert_factoring
 from fmegatron.parallel.legality import WORDS, Choice, check_layout
+from fmegatron.parallel.own_rows import problem_of_rows, with_rows
 from fmegatron.parallel.pipeline import Ends, Pipeline, find_ends, inside_stage, pipeline
 from fmegatron.parallel.schedules import make_schedule
 from fmegatron.parallel.stages import parse_layout
@@ -30,7 +32,7 @@ from fmegatron.rules import Rules, base, standard_rules
 from fmegatron.sharding import Sharding
 from fmegatron.spec import init, params_of
 from fmegatron.testing.batches import make_batch
-from fmegatron.testing.layout import DATA, PIPELINE, Layout
+from fmegatron.testing.layout import PIPELINE, Layout
 
 WHOLE = ("kv", "group")  # dims whose parts are of one size on every layout
 NOISE = 0.3  # standard deviation of what is added to initial values, so that no norm or bias is trivially right
@@ -100,6 +102,9 @@ class Program:
 
     def on(self, layout: Layout) -> Program:
         """The model with the layout's options that are its own."""
+        if layout.dispatch != "all-to-all" and dataclasses.is_dataclass(self.model) and hasattr(self.model, "dispatch"):
+            model: Any = dataclasses.replace(self.model, dispatch=layout.dispatch)  # type: ignore[type-var]
+            return dataclasses.replace(self, model=model).on(dataclasses.replace(layout, dispatch="all-to-all"))
         if layout.remat == "everything":
             return self
         if not self.has_remat:
@@ -132,9 +137,9 @@ class Program:
     def mesh(self, layout: Layout, *, device: str = "cpu", abstract: bool = False) -> Mesh:
         """The layout's mesh over the ranks of this program, or of any number if it is abstract."""
         kv_heads = self.sizes.get("kv")
-        also: tuple[str, ...] = ()
+        also = expert_factoring(layout.mesh, ep=layout.ep, etp=layout.etp, argument="layout")
         if kv_heads is not None:
-            also = factoring(
+            also += factoring(
                 layout.mesh, layout.context, heads=self.heads(layout), kv_heads=kv_heads, argument="layout"
             )
         return make_mesh(layout.mesh, also=also, kv_heads=kv_heads, device=device, abstract=abstract)
@@ -159,7 +164,8 @@ class Program:
         for name, row in (self.rows or {}).items():
             given = (row,) if isinstance(row, str) else tuple(row or ())
             rows[name] = tuple(a for a in given if a in mesh.names or a in mesh.sizes)
-        return dataclasses.replace(standard, compute=rows, activations=(*standard.activations, *(self.rows or {})))
+        made = dataclasses.replace(standard, compute=rows, activations=(*standard.activations, *(self.rows or {})))
+        return with_rows(made, layout.own_rows, mesh) if layout.rules else made
 
     def sharding(self, layout: Layout, precision: Precision, *, mesh: Mesh | None = None) -> Sharding:
         """`sh` for the layout on its mesh, by default one of this process's ranks; of a pipeline that of one stage."""
@@ -208,11 +214,26 @@ class Program:
             )
             spec = self.functions[0]()
             mesh = self.mesh(layout, abstract=True)
+            if layout.rules and (wrong := self._wrong_row(layout, mesh)) is not None:
+                return wrong
             if layout.pipelined:
                 self.pipeline(layout, spec, mesh)
             self.sharding(layout, Precision(), mesh=mesh).check_spec(spec)
         except UserError as error:
             return str(error)
+        return None
+
+    def _wrong_row(self, layout: Layout, mesh: Mesh) -> str | None:
+        """What is wrong with the rows that the layout has of its own; None if nothing is."""
+        rows, standard = layout.own_rows, self.rules(mesh, dataclasses.replace(layout, rules=""))
+        if "expert" in self.sizes and (moved := [n for n in rows if n.startswith(("batch", "seq"))]):
+            return f"rules={layout.rules}: tokens lie among experts by rows that follow from {moved[0]}: leave it out"
+        if (wrong := problem_of_rows(rows, standard, mesh, free=self.rows or {})) is not None:
+            return wrong
+        try:
+            Sharding(mesh, with_rows(standard, rows, mesh)).check_spec(self.functions[0]())
+        except ShardingError as error:
+            return f"rules={layout.rules}: {error}"
         return None
 
     def _spelled(self, layout: Layout, choice: Choice, *_: Any) -> str | None:
@@ -245,7 +266,7 @@ class Program:
             raise UserError(
                 "no parameter has a dim `vocab`: give batch=, a function (rows, seq, seed) -> dict of tensors"
             )
-        empty = max(1, -(-rows // layout.size(*DATA) // layout.micro))
+        empty = max(1, -(-rows // layout.data // layout.micro))
         return make_batch(
             self.sizes["vocab"],
             rows,

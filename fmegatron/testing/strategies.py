@@ -5,6 +5,7 @@ All of them shrink towards what asks for least: few ranks, plain options, the sm
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from fmegatron.parallel.schedules import SCHEDULES
 from fmegatron.parallel.stages import format_layout, uneven
 from fmegatron.rules import CONTEXTS
 from fmegatron.testing.batches import make_batch
-from fmegatron.testing.layout import MASKS, PIPELINE, STORES, Layout
+from fmegatron.testing.layout import DATA, MASKS, PIPELINE, STORES, Layout
 from fmegatron.testing.models import LEGAL_VOCAB, ODD_VOCAB, SHAPES, small_config
 from fmegatron.testing.program import program_of
 
@@ -85,6 +86,31 @@ def pipelines(model: Any, mesh: str) -> list[tuple[str, int | None, str]]:
     return found
 
 
+def own_rules(model: Any, mesh: str) -> list[str]:
+    """Rules of one's own that are legal for a model on a mesh, the plainest first (`Layout.rules`): what lies on tp left
+    whole, or on a part of it, or on further axes; the batch on fewer data axes, in another order, or on tp and cp too."""
+    program, layout = program_of(model), Layout(mesh)
+    data, heads = [a for a in layout.axes if a in DATA], "kv:none,group:none"
+
+    def batch(*axes: str) -> str:
+        return f"batch:{'+'.join(axes) or 'none'}"
+
+    found = []
+    if "tp" in layout.axes:
+        found += ["mlp:none", "vocab:none", heads, "mlp:none,vocab:none", "mlp:tp_group,vocab:tp_kv"]
+        found += [",".join([batch(*data, "tp"), heads, "mlp:none,vocab:none"])]
+    for axis in data:
+        rest = [a for a in data if a != axis]
+        wide = "tp+" + axis if "tp" in layout.axes else axis
+        found += [batch(*rest), f"{batch(*rest)},mlp:{wide}", f"{batch(*rest)},vocab:{wide}"]
+    if len(data) > 1:
+        found.append(batch(*reversed(data)))
+    if "cp" in layout.axes:
+        wide = "tp+cp" if "tp" in layout.axes else "cp"
+        found += ["seq:none", f"seq:none,{batch(*data, 'cp')}", f"seq:none,mlp:{wide}"]
+    return [rules for rules in found if program.why_illegal(Layout(mesh, rules=rules)) is None]
+
+
 def layouts(
     model: Any,
     world_size: int = 8,
@@ -104,12 +130,8 @@ def layouts(
         axes = PIPELINE_AXES if engine == "processes" and program.has_stages else AXES
     elif PIPELINE in axes and engine != "processes":
         raise UserError(f"axes={tuple(axes)}: only the engine processes runs pipelines: give engine='processes'")
-    found: dict[str, tuple[str, ...]] = {}  # what is asked of each mesh, once
-
-    def ways(mesh: str) -> tuple[str, ...]:
-        if mesh not in found:
-            found[mesh] = contexts(program, mesh)
-        return found[mesh]
+    ways = functools.cache(lambda mesh: contexts(program, mesh))
+    rows = functools.cache(lambda mesh: own_rules(program, mesh))
 
     # As many numbers are drawn for every layout, whatever those before: a smaller one in the place of any is a layout too,
     # so that each option shrinks by itself.
@@ -129,8 +151,12 @@ def layouts(
         zero, store, state = one_of(stores(mesh))
         schedule, virtual, stages = one_of(pipelines(program, mesh)) if PIPELINE in axes else ("1f1b", None, "")
         sp, context, packed, odd = draw(st.booleans()), one_of(ways(mesh)), draw(st.booleans()), draw(st.booleans())
+        rules = one_of(rows(mesh) or [""]) if draw(st.booleans()) else ""
+        if rules and zero and "tp" in sizes and draw(st.booleans()):
+            store = "+".join([*(store.split("+") if store else Layout(mesh, zero=zero).store_axes), "tp"])
         return Layout(
             ",".join(f"{a}={sizes[a]}" for a in order) or mesh,
+            rules=rules,
             sp=sp and "tp" in sizes,
             zero=zero,
             store=store,
@@ -169,7 +195,8 @@ def configs(draw: st.DrawFn, family: str = "llama") -> DecoderConfig:
 
 @st.composite
 def batches(draw: st.DrawFn, vocab: int, *, rows: int = 4, seq: int = 8) -> dict[str, Any]:
-    """A global batch: uneven masks, a row without a token that counts, rows that end early, packed documents."""
+    """A global batch: uneven masks, a row or all of them without a token that counts, rows that end early, packed
+    documents."""
     return make_batch(
         vocab,
         rows,
@@ -181,4 +208,4 @@ def batches(draw: st.DrawFn, vocab: int, *, rows: int = 4, seq: int = 8) -> dict
     )
 
 
-__all__ = ["batches", "configs", "contexts", "layouts", "meshes", "pipelines", "remats", "stores"]
+__all__ = ["batches", "configs", "contexts", "layouts", "meshes", "own_rules", "pipelines", "remats", "stores"]

@@ -2,7 +2,7 @@
 
     python tests/bench/fp8.py                         # checks and times of products, about a minute on an H200
     python tests/bench/fp8.py --model 1.2b            # forward and backward of a whole model, compiled, and its loss
-    python tests/bench/fp8.py --learn 300             # losses of a small model after as many steps, each recipe against none
+    python tests/bench/fp8.py --learn 300             # losses and gradients of a small model, each recipe against none
 
 Each variant that fails prints its traceback, and the others go on. On CPU sizes are small and fp8 is emulated: only the
 checks mean something there. "casts" are the parts of a product beside the matrix units: largest magnitudes, scales, casts.
@@ -13,20 +13,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import statistics
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from fmegatron import tree
 from fmegatron.accumulate import accumulate
 from fmegatron.context import Ctx
+from fmegatron.errors import UserError
 from fmegatron.fp8 import Fp8, kernels, scaling
 from fmegatron.fp8.cast import cast, scale_of
 from fmegatron.fp8.multiply import multiply
 from fmegatron.fp8.policy import FORMATS
+from fmegatron.graphs import cuda_graph
 from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.optim import adamw
 from fmegatron.precision import Precision
@@ -286,28 +291,98 @@ def time_model(name: str, recipes: list[str], how: str, fused: bool, eager: bool
 # ------------------------------------------------------------------------------------------------------------- learning
 
 
-def learn(steps: int) -> None:
-    """The final loss of a small model with every recipe, and without (mean of the last twenty steps)."""
+def learn(steps: int, recipes: list[str], out: str | None) -> None:
+    """A small model with every recipe and without: the final loss (mean of the last twenty steps); and the cosine of its
+    gradient and bfloat16's, the least of all layers and of all leaves, at the first parameters and at those after the run
+    without fp8. On a GPU steps are recorded."""
     c = DecoderConfig(vocab=256, embed=256, layers=4, heads=8, kv_heads=8, head=32, mlp=512, max_seq=256)
     model, spec = Decoder(c), Decoder(c).spec()
+    first = init(spec, key(0), sh=learning(None), device=DEVICE)
+    found: dict[str, dict[str, float]] = {}
+    after: dict[str, Any] = {"first": first}
+    for recipe in (None, *recipes):
+        name = recipe or "bf16"
+
+        def one(recipe: str | None = recipe, name: str = name) -> Any:
+            began = time.perf_counter()
+            params, losses = trained(model, recipe, steps)
+            final = float(torch.stack(losses[-20:]).mean())
+            row = found[name] = {"loss": final, "over_bf16": final / found["bf16"]["loss"] - 1 if recipe else 0.0}
+            text = f"  {name:10} {final:.5f}  {100 * row['over_bf16']:+.2f} %"
+            if recipe:
+                for when, at in after.items():
+                    layers, leaves = cosines(model, recipe, at)
+                    row |= {f"cosine_layer_{when}": layers, f"cosine_leaf_{when}": leaves}
+                    text += f"  cosine at the {when} parameters: layers {layers:.4f}, leaves {leaves:.4f}"
+            print(f"{text}  ({time.perf_counter() - began:.0f} s)", flush=True)
+            after.setdefault("last", params)
+
+        guarded(f"learning {name}", one)
+        if out:
+            Path(out).write_text(json.dumps(found, indent=1))
+
+
+def learning(recipe: str | None) -> Sharding:
+    """Parameters in float32, on a GPU computed in bfloat16."""
     compute = torch.bfloat16 if DEVICE == "cuda" else None
-    want = None
-    for recipe in (None, *RECIPES):
-        fp8 = None if recipe is None else Fp8(recipe)  # type: ignore[arg-type]
-        sh = Sharding(precision=Precision(compute=compute, fp8=fp8))
+    return Sharding(precision=Precision(compute=compute, fp8=None if recipe is None else Fp8(recipe)))  # type: ignore[arg-type]
+
+
+def text(n: int) -> dict[str, torch.Tensor]:
+    """Batch n of a text that can be learned."""
+    g = torch.Generator().manual_seed(n)
+    ids = ((torch.randint(1, 9, (8, 257), generator=g).cumsum(1) * 7 + n) % 251).to(DEVICE)
+    return {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+
+def trained(model: Decoder, recipe: str | None, steps: int) -> tuple[Any, list[torch.Tensor]]:
+    """(parameters, the loss of every step); not recorded where that fails."""
+    sh, spec = learning(recipe), model.spec()
+    for wrap in (cuda_graph, lambda step: step):
         optimizer = adamw(2e-3)
-        step = train_step(model.loss, optimizer, weights=model.weights, sh=sh, spec=spec)
+        options: dict[str, Any] = {"sh": sh, "spec": spec, "donate": True, "check_finite": False}
+        step = wrap(train_step(model.loss, optimizer, weights=model.weights, **options))
         params = init(spec, key(0), sh=sh, device=DEVICE)
-        state = TrainState(0, params, optimizer.init(params), extras=scaling.init(fp8, spec, device=DEVICE))
+        extras = scaling.init(sh.precision.fp8, spec, device=DEVICE)
+        state = TrainState(0, params, optimizer.init(params), extras=extras)
         losses = []
-        for n in range(steps):
-            g = torch.Generator().manual_seed(n)
-            ids = ((torch.randint(1, 9, (8, 257), generator=g).cumsum(1) * 7 + n) % 251).to(DEVICE)
-            state, metrics = step(state, {"tokens": ids[:, :-1], "labels": ids[:, 1:]})
-            losses.append(metrics["loss"])
-        final = float(torch.stack(losses[-20:]).mean())
-        want = final if want is None else want
-        print(f"  {recipe or 'bf16':10} {final:.5f}  {100 * (final / want - 1):+.2f} %", flush=True)
+        try:
+            for n in range(steps):
+                state, metrics = step(state, text(n))
+                losses.append(metrics["loss"])
+        except UserError as error:
+            if wrap is not cuda_graph:
+                raise
+            print(f"  {recipe}: not recorded: {error}", flush=True)
+            continue
+        break
+    return tree.tree_map(torch.clone, state.params), losses
+
+
+def cosines(model: Decoder, recipe: str, params: Any) -> tuple[float, float]:
+    """Of the gradients with fp8 and without: the least of all layers, and of all their matrices."""
+    vectors = []
+    for how in (None, recipe):
+        sh, spec = learning(how), model.spec()
+        extras = scaling.init(sh.precision.fp8, spec, device=DEVICE)
+        for n in (2, 1, 0):  # delayed scaling looks back
+            now = scaling.begin(sh, extras, spec=spec)
+            _, grads = accumulate(model.loss, weights=model.weights)(params, text(10**6 + n), Ctx(sh=now))
+            extras = scaling.end(now, extras)
+        vectors.append(
+            {path: g.double().flatten() for path, g in tree.named(grads).items() if path.startswith("layers.")}
+        )
+    layers = sorted({path.split(".")[1] for path in vectors[0]})
+    whole = [
+        [torch.cat([v for path, v in found.items() if path.split(".")[1] == layer]) for layer in layers]
+        for found in vectors
+    ]
+    cosine = torch.nn.functional.cosine_similarity
+    matrices = [path for path, p in tree.named(params).items() if p.ndim > 1 and path.startswith("layers.")]
+    return (
+        min(float(cosine(a, b, dim=0)) for a, b in zip(*whole, strict=True)),
+        min(float(cosine(vectors[0][path], vectors[1][path], dim=0)) for path in matrices),
+    )
 
 
 def main() -> None:
@@ -320,11 +395,12 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="--model without torch.compile")
     parser.add_argument("--repeats", type=int, default=10, help="of --model")
     parser.add_argument("--learn", type=int, metavar="STEPS")
+    parser.add_argument("--out", help="of --learn: JSON")
     a = parser.parse_args()
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU, emulated"
     print(f"torch {torch.__version__}, {where}", flush=True)
     if a.learn:
-        learn(a.learn)
+        learn(a.learn, a.recipes, a.out)
     elif a.model:
         time_model(a.model, a.recipes, a.kernels, a.fused, a.eager, a.repeats)
     else:

@@ -68,7 +68,7 @@ class Bench:
         self.large, self.rows, self.seq = (LARGE, 4, 4096) if self.gpu else (TINY, 2, 16)
         narrow = torch.bfloat16 if self.gpu else torch.float32
         self.precision = Precision(params=narrow, compute=narrow, reduce=narrow)
-        self.svg = a.svg
+        self.svg, self.json = a.svg, a.json
 
     def wait(self) -> None:
         if self.gpu:
@@ -99,6 +99,8 @@ class Bench:
     def say(self, part: str, name: str, **values: float) -> None:
         self.found.setdefault(part, {}).update({f"{name}: {k}": v for k, v in values.items()})
         print(f"{part:8} {name:44} " + "  ".join(f"{k} {_shown(v)}" for k, v in values.items()), flush=True)
+        if self.json:  # a run may be ended before its last part
+            Path(self.json).write_text(json.dumps(self.found, indent=1))
 
     # ------------------------------------------------------------------------------------------------------ what runs
 
@@ -296,19 +298,28 @@ class Bench:
         batch, points = self.batch(self.large, self.rows, self.seq), []
         _, _, _, state = self.made(self.large)
         for name, save in POLICIES.items():
+            torch._dynamo.reset()
             run = self.stepping(self.stepped(self.large, save)[2], state, batch)
-            run()
-            self.fresh()
-            ms = self.time(run, warm=1, repeats=5)
+            try:
+                run()
+                self.fresh()
+                ms = self.time(run, warm=1, repeats=5)
+            except Exception:  # the other policies go on
+                traceback.print_exc(limit=-4)
+                state = self.made(self.large)[3]
+                continue
+            state = self.box[0]
             self.say("remat", name, ms=ms, peak_GiB=self.peak())
             points.append((name, self.peak(), ms))
-            state = self.box[0]
-        if self.svg:
-            size = "1.21B, 4 x 4096 tokens" if self.gpu else "tiny"
-            series = [Series(n, [(x, y)], c, width=0, dots=True) for (n, x, y), c in zip(points, COLOURS, strict=False)]
-            title = f"What a layer keeps for its backward: a step of {size}"
-            Path(self.svg).write_text(chart(series, title=title, x_label="peak memory (GiB)", y_label="ms a step"))
-            print(f"picture in {self.svg}")
+            if self.svg:
+                self.draw(points)
+
+    def draw(self, points: list[tuple[str, float, float]]) -> None:
+        """The picture of (policy, peak in GiB, ms)."""
+        size = "1.21B, 4 x 4096 tokens" if self.gpu else "tiny"
+        series = [Series(n, [(x, y)], c, width=0, dots=True) for (n, x, y), c in zip(points, COLOURS, strict=False)]
+        title = f"What a layer keeps for its backward: a step of {size}"
+        Path(self.svg).write_text(chart(series, title=title, x_label="peak memory (GiB)", y_label="ms a step"))
 
     def offload(self) -> None:
         """The optimizer's state in host memory."""
@@ -360,8 +371,6 @@ def main() -> None:
         except Exception:  # the other parts go on
             traceback.print_exc()
         print(f"{part:8} took {time.perf_counter() - start:.1f} s", flush=True)
-        if a.json:
-            Path(a.json).write_text(json.dumps(bench.found, indent=1))
 
 
 if __name__ == "__main__":

@@ -34,9 +34,6 @@ SURVIVORS_CORE: dict[str, str] = {
         "integers have no gradient, and both arrows are the same all-gather: the checking mode alone tells them apart"
     ),
     "fmegatron.parallel.context:_all_to_all: 'batch seq -> batch seq** | seq' -> *": INTEGERS,
-    "fmegatron.parallel.context:_all_to_all: 'seq**' -> 'seq'": (
-        "a row whose lack is refused; or a ring of one rank, which gives the same in another way"
-    ),
     "fmegatron.parallel.context:factoring: 1 -> 2": "equivalent: cp + 1 does not divide cp",
     "fmegatron.parallel.context:factoring: kind == 'ulysses+ring' -> *": "equivalent: the wording of a refusal",
     "fmegatron.parallel.context:factoring: 'ulysses+ring' -> 'ulysses'": "equivalent: the wording of a refusal",

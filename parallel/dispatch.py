@@ -1,0 +1,206 @@
+"""Tokens to their experts and back: `dispatch` in the functional sense, a pair of linear maps around what experts do.
+
+    y = dispatched(experts, x, routed, leaves, sh=sh, backend="all-to-all")
+
+A token's choices are rows. `experts(rows, weights, ends, leaves, sh=sh)` gets the rows of this rank's experts, one expert
+behind the other, and gives as many rows, each multiplied by its weight; a token's result is the sum over its choices.
+So identity experts, `rows * weights[:, None]`, with weights that sum to one, make the identity of the whole.
+
+Backends, each the same function of the values:
+
+    dense        every expert works on every token of the ranks that share it: the reference, which costs experts / top_k
+                 times as much
+    all-gather   tokens and choices are gathered over the experts' axes; each rank takes the rows that are for its experts, and
+                 results are summed (reduce-scatter)
+    all-to-all   rows travel to the rank of their expert and back, routed ones alone
+
+Where no axis holds experts they move nothing, and sizes stay on the device. Over several ranks the number of rows is
+read by the host once a layer (torch's all-to-all and any buffer of the right size want it).
+
+Dims: tokens lie on `batch seq*`; batch', seq' are rows without the axes of `expert` and `emlp`; batch'', seq'' without those of
+`emlp` alone; expert' has the axes of `expert` on which no token lies (tensor parallelism without sequence parallelism):
+there every rank of them has all tokens, and takes those for its own experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fmegatron.errors import UserError
+from fmegatron.exchange import Splits, exchange_counts, exchange_rows
+from fmegatron.kernels.moe import gather_rows, sort_by_expert, sum_choices
+from fmegatron.parallel.routing import Routed
+from fmegatron.simulation import lift, on_each_rank, per_rank
+
+Backend = Literal["dense", "all-gather", "all-to-all"]
+BACKENDS = ("dense", "all-gather", "all-to-all")
+
+
+def dispatched(
+    experts: Callable[..., Tensor],
+    x: Tensor,
+    routed: Routed,
+    leaves: Any,
+    *,
+    number: int,
+    sh: Any,
+    backend: Backend = "all-to-all",
+) -> Tensor:
+    """What a token's experts make of it, summed over its choices: x[batch seq* embed] -> [batch seq* embed].
+
+    experts(rows[row embed], weights[row], ends[expert], leaves, sh=sh) -> [row embed]: `ends`, int32, is the row behind each local
+        expert's last one. Its result is a summand over the axes of `emlp`.
+    routed: each token's experts and weights. leaves: what experts read, gathered. number: of all experts.
+
+    Raises UserError for a backend that is not known.
+    """
+    if backend not in BACKENDS:
+        raise UserError(f"dispatch={backend!r} is not known: use one of {', '.join(BACKENDS)}")
+    whole = backend != "all-to-all"
+    tokens = "batch' seq'" if whole else "batch'' seq''"
+    partial = "expert emlp" if whole else "expert' emlp"
+    x = sh(x, f"batch seq* embed -> {tokens} embed | {partial}")
+    chosen = sh(routed.experts, f"batch seq* choice -> {tokens} choice | {partial}")
+    weights = sh(routed.weights, f"batch seq* choice -> {tokens} choice | {partial}")
+    ranks = _Ranks.of(sh, whole, number)
+    apply = _densely if backend == "dense" else _by_rows
+
+    # what a rank's choices are at most, times the ranks whose tokens were gathered
+    bound = None if routed.bound is None else routed.bound * (chosen.numel() // routed.experts.numel())
+
+    def local(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        def run(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+            return experts(rows, weights, ends, leaves, sh=sh)
+
+        y = apply(run, x.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1), bound, ranks)
+        return y.unflatten(0, x.shape[:2])
+
+    sides = (f"{tokens} embed", f"{tokens} choice", f"{tokens} choice")
+    y = sh.primitive(local, (x, chosen, weights), sides, f"{tokens} embed")
+    return sh.resolve(y, f"{tokens} embed", partial=partial, to="batch seq* embed")
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Who holds which experts: equally many in turn on each rank of the axes `held`, of which rows travel over
+    `travelled`; over the others every rank has the same tokens and takes those for its own experts."""
+
+    sh: Any
+    number: int  # of all experts
+    held: tuple[str, ...] = ()
+    travelled: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(sh: Any, whole: bool, number: int) -> _Ranks:
+        if sh.mesh is None:
+            return _Ranks(sh, number)
+        sh.local_size("expert", number)  # which refuses a number that does not divide
+        held = sh.axes("expert")
+        stay = held if whole else sh.axes("expert'")
+        return _Ranks(sh, number, held, tuple(a for a in held if a not in stay))
+
+    @property
+    def each(self) -> int:
+        """Experts on each rank."""
+        return self.number // (self.sh.mesh.size(self.held) if self.held else 1)
+
+    @property
+    def travelling(self) -> int:
+        """Ranks between which rows travel."""
+        return self.sh.mesh.size(self.travelled) if self.travelled else 1
+
+    def key(self, chosen: Tensor) -> Tensor:
+        """The number of a choice's expert among those that this rank serves: its own, and on ranks to which its rows travel
+        those ranks', in their order; `travelling * each` for no expert, or one that another rank serves."""
+        if not self.held:
+            return chosen
+        mesh, none = self.sh.mesh, self.travelling * self.each
+        left, there, mine = chosen // self.each, torch.zeros_like(chosen), chosen < self.number
+        digits = {}
+        for axis in reversed(self.held):
+            digits[axis], left = left % mesh.sizes[axis], left // mesh.sizes[axis]
+        for axis in mesh.sorted(self.held):  # in which order the ranks of a group are
+            if axis in self.travelled:
+                there = there * mesh.sizes[axis] + digits[axis]
+            else:
+                mine = mine & (digits[axis] == mesh.coordinate(axis))
+        return torch.where(mine, there * self.each + chosen % self.each, none)
+
+    def arranged(self, coming: Tensor, splits: Splits) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows that come from every rank, of each in the order of its experts, in the order of these: (order, inverse, ends)
+        as `sort_by_expert` gives them. coming: int64[ranks expert], how many."""
+        mesh, total = self.sh.mesh, splits.rows_received
+
+        def one(rank: int, coming: Tensor) -> tuple[Tensor, ...]:
+            kinds = torch.arange(self.each, device=coming.device).repeat(self.travelling)
+            keys = kinds.repeat_interleave(coming.flatten(), output_size=sum(splits.received[rank]))
+            if len(keys) < total:  # in a simulation: as many as on every rank
+                keys = torch.cat([keys, keys.new_full((total - len(keys),), self.each)])
+            order, inverse, ends = sort_by_expert(keys, self.each)
+            return order, inverse, torch.cat([ends[:-1], ends.new_full((1,), total)])
+
+        if mesh.simulated:
+            order, inverse, ends = on_each_rank(one, mesh.world, lift(coming, mesh.world))
+        else:
+            order, inverse, ends = one(0, coming)
+        return order, inverse, ends
+
+
+def _by_rows(
+    experts: Callable[[Tensor, Tensor, Tensor], Tensor],
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    bound: int | None,
+    ranks: _Ranks,
+) -> Tensor:
+    """x[token embed], chosen and weights[token choice] -> [token embed], by rows in the order of their experts."""
+    choices, none, keys = chosen.shape[1], ranks.travelling * ranks.each, ranks.key(chosen)
+    order, inverse, ends = sort_by_expert(keys.flatten(), none)
+    splits: Splits | None = None
+    if not ranks.held:
+        rows = chosen.numel() if bound is None else min(bound, chosen.numel())
+    elif not ranks.travelled:
+        rows = max(int(t) for t in per_rank(ends[-1]))
+    else:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(ranks.travelling, ranks.each).long()
+        coming, splits = exchange_counts(counts, ranks.sh.mesh, ranks.travelled)
+        rows = splits.rows_sent
+    order = order[:rows]
+    if splits is None:
+        # Rows that are none's may follow those of the last expert, and count as its: the number need not be known, and in a
+        # simulation is that of every rank. Their weight is 0.
+        ends = torch.cat([ends[:-1], ends.new_full((1,), rows)])
+    weights = weights if not ranks.held else weights.masked_fill(keys == none, 0)
+    taken, scales = gather_rows(x, order, inverse, choices), gather_rows(weights.reshape(-1, 1), order, inverse, 1)
+    if splits is None:
+        y = experts(taken, scales[:, 0], ends)
+    else:
+        there, back, ends = ranks.arranged(coming, splits)
+        mesh, axes = ranks.sh.mesh, ranks.travelled
+        taken, scales = (gather_rows(exchange_rows(t, mesh, axes, splits), there, back, 1) for t in (taken, scales))
+        y = gather_rows(experts(taken, scales[:, 0], ends), back, there, 1)
+        y = exchange_rows(y, mesh, axes, splits.back)
+    return sum_choices(y, order, inverse, choices)
+
+
+def _densely(
+    experts: Callable[[Tensor, Tensor, Tensor], Tensor],
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    bound: int | None,
+    ranks: _Ranks,
+) -> Tensor:
+    """The same with every token a row of every expert of this rank."""
+    tokens, each = x.shape[0], ranks.each
+    own = ranks.sh.index("expert", ranks.number, device=x.device)
+    scales = (weights[:, None] * (chosen[:, None] == own[:, None])).sum(-1)  # [token expert]
+    rows = x.expand(each, *x.shape).flatten(0, 1)
+    ends = torch.arange(1, each + 1, dtype=torch.int32, device=x.device) * tokens
+    return experts(rows, scales.t().flatten(), ends).unflatten(0, (each, tokens)).sum(0)
