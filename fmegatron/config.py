@@ -423,8 +423,8 @@ class GenerateConfig:
     dtype: Dtype | None = None
     """Format of the parameters; None: as saved."""
     mesh: str | None = None
-    """pp=2: the layers over 2 processes of this machine, each of which reads its own; torchrun starts those of several
-    machines. None: one process."""
+    """pp=2,tp=2: the layers over stages and their matrices over ranks, on 4 processes of this machine, each of which reads
+    its own; torchrun starts those of several machines. None: one process."""
     stages: str | None = None
     """With --mesh pp=N, which layers lie on which process, in Megatron-LM's notation: Et|ttt|tL. None: as even as can be."""
 
@@ -435,11 +435,9 @@ class GenerateConfig:
                 raise UserError(f"--stages {self.stages} is for several processes: add --mesh pp=N, or leave it out")
             return 1
         axes = parse_axes(self.mesh, argument="--mesh")
-        if any(n > 1 for name, n in axes.items() if name != PIPELINE):
-            raise UserError(
-                f"--mesh {self.mesh}: generation runs over pp alone: give --mesh {PIPELINE}={math.prod(axes.values())}"
-            )
-        return axes.get(PIPELINE, 1)
+        if other := next((n for n, size in axes.items() if size > 1 and n not in (PIPELINE, "tp", "dp")), None):
+            raise UserError(f"--mesh {self.mesh}: generation runs over pp, tp and dp: leave {other} out")
+        return math.prod(axes.values())
 
 
 @dataclass(frozen=True)

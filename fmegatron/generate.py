@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fmegatron import checkpoint, random, tree
+from fmegatron.axes import parse_axes
 from fmegatron.checkpoint.ranks import is_first
 from fmegatron.config import PIPELINE, GenerateConfig
 from fmegatron.context import Ctx
@@ -21,10 +23,11 @@ from fmegatron.mesh import make_mesh
 from fmegatron.models import Decoder, config_from_dict, load_hf
 from fmegatron.models import safetensors_files as files
 from fmegatron.models.hf import model_of
-from fmegatron.parallel.pipeline import Pipeline, pipeline
+from fmegatron.parallel.pipeline import Pipeline, inside_stage, pipeline
 from fmegatron.parallel.schedules import make_schedule
 from fmegatron.parallel.stages import parse_layout
 from fmegatron.precision import Precision, dtype_of
+from fmegatron.rules import standard_rules
 from fmegatron.sharding import Sharding
 from fmegatron.spec import abstract
 
@@ -185,8 +188,9 @@ def load_run(
     dtype: torch.dtype | None = None,
     weights: str = "params",
     held: Callable[[Any], Any] | None = None,
+    sh: Sharding | None = None,
 ) -> tuple[Decoder, Any, Any, Path]:
-    """(model, parameters on one device, tokenizer, folder of the weights) of a run folder, one checkpoint, or a folder
+    """(model, parameters on one device, or as `sh` lays them out, tokenizer, folder of the weights) of a run folder, one checkpoint, or a folder
     of Hugging Face transformers.
 
     weights: "params", or "ema": the moving average that a run with --optim.ema keeps.
@@ -197,13 +201,13 @@ def load_run(
     if is_hf_folder(path):
         if weights != "params":
             raise UserError(f"--weights {weights}: {path} is a Hugging Face folder, which holds one set of weights")
-        model, params = load_hf(path, dtype=dtype or saved_format(path), device=device, held=held)
+        model, params = load_hf(path, dtype=dtype or saved_format(path), device=device, held=held, sh=sh)
         return model, params, load_tokenizer(path), Path(path)
     folder = checkpoint.resolve(path)
     model = model_of_run(str(folder))
     saved = saved_format(str(folder))
     load = load_averages if weights == "ema" else load_params
-    params = load(folder, model, device, held)
+    params = load(folder, model, device, held, sh)
     params = tree.tree_map(lambda t: t.to(dtype or saved), params)
     return model, params, load_tokenizer(tokenizer_of(folder)), folder
 
@@ -220,19 +224,31 @@ def tokenizer_of(folder: Path) -> Path:
     return folder.parent.parent / checkpoint.read_meta(folder)["tokenizer"]
 
 
-def load_params(folder: Path, model: Decoder, device: torch.device, held: Callable[[Any], Any] | None = None) -> Any:
+def load_params(
+    folder: Path,
+    model: Decoder,
+    device: torch.device,
+    held: Callable[[Any], Any] | None = None,
+    sh: Sharding | None = None,
+) -> Any:
     """The parameters of a checkpoint, whole or what this rank holds, in the dtype in which they were saved."""
     saved = checkpoint.saved_dtype(folder, "params.embed")
-    return checkpoint.load_part(folder, "params", _abstract(model, saved, held), device=device)
+    return checkpoint.load_part(folder, "params", _abstract(model, saved, held, sh), device=device)
 
 
-def load_averages(folder: Path, model: Decoder, device: torch.device, held: Callable[[Any], Any] | None = None) -> Any:
+def load_averages(
+    folder: Path,
+    model: Decoder,
+    device: torch.device,
+    held: Callable[[Any], Any] | None = None,
+    sh: Sharding | None = None,
+) -> Any:
     """The averaged weights of a checkpoint of a run with --optim.ema."""
     if f"{AVERAGES}.embed" not in checkpoint.info(folder).tensors:
         raise UserError(
             f"--weights ema: {folder} has no averaged weights: leave --weights out, or train with --optim.ema 0.999"
         )
-    like: Any = _abstract(model, checkpoint.saved_dtype(folder, f"{AVERAGES}.embed"), held)
+    like: Any = _abstract(model, checkpoint.saved_dtype(folder, f"{AVERAGES}.embed"), held, sh)
     for name in reversed(AVERAGES.split(".")):
         like = {name: like}
     state = checkpoint.load(folder, like, strict=False, device=device)
@@ -241,20 +257,29 @@ def load_averages(folder: Path, model: Decoder, device: torch.device, held: Call
     return state
 
 
-def _abstract(model: Decoder, dtype: torch.dtype, held: Callable[[Any], Any] | None) -> Any:
+def _abstract(model: Decoder, dtype: torch.dtype, held: Callable[[Any], Any] | None, sh: Sharding | None = None) -> Any:
     spec = model.spec() if held is None else held(model.spec())
-    return abstract(spec, sh=Sharding(precision=Precision(params=dtype)))
+    return abstract(spec, sh=dataclasses.replace(sh or Sharding(), precision=Precision(params=dtype)))
 
 
-def over_stages(config: GenerateConfig, model: Decoder, device: torch.device) -> Pipeline:
-    """The ranks of --mesh pp=N as a pipeline of the model. Raises UserError for stages that do not fit."""
+def over_stages(
+    config: GenerateConfig, model: Decoder, device: torch.device, precision: Precision
+) -> tuple[Pipeline, Sharding]:
+    """The ranks of --mesh as a pipeline of the model, and the sharding of a stage. Raises UserError for stages that do
+    not fit."""
     ranks = config.ranks()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != ranks:
         raise UserError(f"--mesh {config.mesh} is of {ranks} processes, but there are {world}: start as many")
-    stages = None if config.stages is None else parse_layout(config.stages, layers=model.config.layers)
-    mesh = make_mesh(f"{PIPELINE}={ranks}", device=device.type)
-    return pipeline(model, make_schedule("gpipe", ranks, 1), mesh=mesh, axis=PIPELINE, assignment=stages)
+    sizes = model.config
+    stages = None if config.stages is None else parse_layout(config.stages, layers=sizes.layers)
+    axes = config.mesh or ""
+    text = axes if PIPELINE in parse_axes(axes, argument="--mesh") else f"{PIPELINE}=1,{axes}"
+    mesh = make_mesh(text, device=device.type, kv_heads=sizes.kv_heads)
+    schedule = make_schedule("gpipe", mesh.sizes[PIPELINE], 1)
+    pipe = pipeline(model, schedule, mesh=mesh, axis=PIPELINE, assignment=stages)
+    rules = standard_rules(mesh, uneven={"vocab": sizes.vocab, "mlp": sizes.mlp})
+    return pipe, inside_stage(Sharding(mesh, rules, precision=precision), model.spec(), PIPELINE)
 
 
 def run(config: GenerateConfig) -> int:
@@ -270,10 +295,12 @@ def run(config: GenerateConfig) -> int:
 def run_here(config: GenerateConfig, device: torch.device) -> int:
     """`run` on the ranks of a process group that exists already, or on one process. The first rank prints."""
     dtype = saved_format(config.checkpoint) if config.dtype is None else dtype_of(config.dtype)
-    pipe = None if config.mesh is None else over_stages(config, model_of_run(config.checkpoint), device)
+    pipe, sh = None, Sharding(precision=Precision(params=dtype))
+    if config.mesh is not None:
+        pipe, sh = over_stages(config, model_of_run(config.checkpoint), device, sh.precision)
     held = None if pipe is None else pipe.held
     whole, params, tokenizer, _ = load_run(
-        config.checkpoint, device=device, dtype=dtype, weights=config.weights, held=held
+        config.checkpoint, device=device, dtype=dtype, weights=config.weights, held=held, sh=sh
     )
     model: Any = whole if pipe is None else pipe
     special = is_hf_folder(config.checkpoint)  # as transformers does
@@ -285,7 +312,7 @@ def run_here(config: GenerateConfig, device: torch.device) -> int:
         "top_p": config.top_p,
         "seed": config.seed,
         "eod": tokenizer.eod,
-        "sh": Sharding(precision=Precision(params=dtype)),
+        "sh": sh,
     }
     prints = is_first()
     if config.stream and len(prompts) == 1 and prints:

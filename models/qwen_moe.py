@@ -95,9 +95,9 @@ OWN = {
     "qwen3_moe": ("attention_bias", "num_local_experts"),
 }
 SHARED = {
-    "shared_gate": HFTensor("mlp.shared_expert.gate_proj.weight", "mlp embed"),
-    "shared_up": HFTensor("mlp.shared_expert.up_proj.weight", "mlp embed"),
-    "shared_down": HFTensor("mlp.shared_expert.down_proj.weight", "embed mlp"),
+    "shared_gate": HFTensor("mlp.shared_expert.gate_proj.weight", "shared_mlp embed"),
+    "shared_up": HFTensor("mlp.shared_expert.up_proj.weight", "shared_mlp embed"),
+    "shared_down": HFTensor("mlp.shared_expert.down_proj.weight", "embed shared_mlp"),
     "shared_weight": HFTensor("mlp.shared_expert_gate.weight", "() embed"),
 }
 

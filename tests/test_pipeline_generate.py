@@ -122,7 +122,7 @@ def test_what_generation_refuses() -> None:
     with pytest.raises(UserError, match="Unfit has no `cached`"):
         pipe.cached(init(pipe.spec, key(0)), torch.zeros(1, 1, dtype=torch.int64), {}, 0, Ctx())
     for given, message in (
-        ({"mesh": "pp=2,tp=2"}, "runs over pp alone: give --mesh pp=4"),
+        ({"mesh": "pp=2,cp=2"}, "generation runs over pp, tp and dp: leave cp out"),
         ({"stages": "Ett|tL"}, "is for several processes"),
     ):
         with pytest.raises(UserError, match=message):
@@ -322,6 +322,18 @@ def test_generate_reads_and_writes_what_one_process_does(folder, source: str, ca
     assert found[0][1] <= layers / 5 + rest
     blocks = [{n.split("layers.")[1].split(".")[0] for n in names if "layers." in n} for *_, names in found]
     assert blocks == [{"0"}, {"1", "2", "3", "4"}]
+
+
+@pytest.mark.parametrize("source", ["hf", "run"])
+def test_generate_over_stages_of_several_ranks_writes_what_one_process_does(folder, source: str, capsys) -> None:
+    """Each reads its part of its own layers."""
+    common = {"checkpoint": str(folder / source), "prompt": ("def return",), "tokens": 8, "temperature": 0.0}
+    assert run_here(GenerateConfig(**common, stream=False), torch.device("cpu")) == 0
+    want = capsys.readouterr().out
+    one = 4 * sum(p.numel for p in named_params(load_run(common["checkpoint"], device=torch.device("cpu"))[0].spec()))
+    found = processes(4).run(printed, GenerateConfig(**common, stream=False, mesh="pp=2,tp=2"))
+    assert [text for text, *_ in found] == [want, "", "", ""]
+    assert all(read < 0.45 * one for _, read, _ in found), (found, one)
 
 
 def test_the_command_starts_its_processes(folder, capfd) -> None:
