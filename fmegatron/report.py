@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from fmegatron.heat_map import heat_map
 from fmegatron.plot import loss_curve
 
 if typing.TYPE_CHECKING:
@@ -121,6 +122,23 @@ class Reporter:
         path = self.out / "loss.svg"
         if self._active:
             path.write_text(loss_curve(self.train, self.validation, title=title), encoding="utf-8")
+        return path
+
+    def load_map(self) -> Path | None:
+        """Draw OUT/load.svg, how uneven the load of the experts was by step and layer, from all steps of the run, and give its
+        path; None for a model without experts."""
+        rows: dict[int, list[tuple[int, float]]] = {}
+        path = self.out / "load.svg"
+        if not self._active:
+            return None
+        for line in (self.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            for name, value in row.items():
+                if name.startswith("max_load.") and value is not None:
+                    rows.setdefault(int(name.removeprefix("max_load.")), []).append((row["step"], value))
+        if not rows:
+            return None
+        path.write_text(heat_map(rows, title="Largest load of an expert over the mean, by layer"), encoding="utf-8")
         return path
 
     def end_progress(self) -> None:

@@ -50,6 +50,7 @@ from fmegatron.job_optim import ADAMS, optimizer_form
 from fmegatron.launch import close_distributed, init_distributed
 from fmegatron.models import DecoderConfig, config_from_dict, config_to_dict
 from fmegatron.models.hf import GENERATION, TOKENIZER_FILES
+from fmegatron.models.moe import load_metrics
 from fmegatron.offload import settle
 from fmegatron.optim import ema_params
 from fmegatron.precision import dtype_name
@@ -440,7 +441,7 @@ class Loop:
         if self.untold is None:
             self.told = time.perf_counter()
         state, metrics = self.run.step(state, self.ahead(state.step))
-        metrics.pop("stats")
+        metrics |= load_metrics(metrics.pop("stats"), self.run.model.config)
         before, self.untold = self.untold, (state.step, fetched(metrics))
         self.ahead.begin(state.step)
         if not self.run.late:
@@ -548,6 +549,8 @@ class Loop:
         if per_byte is not None:
             report.print(f"bits per byte         {per_byte:.3f} ({data.valid.bytes:,} bytes)")
         report.print(f"loss curve            {curve}")
+        if (picture := report.load_map()) is not None:
+            report.print(f"load of experts       {picture}")
         self.show_sample(state)
         out, prompt = shlex.quote(config.out), shlex.quote(self.prompt())
         report.print("")

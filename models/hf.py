@@ -606,8 +606,11 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _without_training(moe: MoE) -> dict[str, Any]:
-    """The fields of experts but those of their routing that act in training, which no config.json holds."""
-    fields = dataclasses.asdict(moe)
+    """The fields of experts but those of their routing that act in training, which no config.json holds. A softmax over the
+    chosen and one over all, normalised, are the same."""
+    fields, r = dataclasses.asdict(moe), moe.routing
+    if r.scores == "softmax" and r.groups == 1 and not r.expert_bias and (r.normalised or not r.before):
+        fields["routing"] |= {"before": True, "normalised": True}
     return {**fields, "routing": {n: v for n, v in fields["routing"].items() if n not in ROUTING_OF_TRAINING}}
 
 

@@ -1,7 +1,7 @@
 """Feed-forward parts that are a mixture of experts: their sizes, their leaves, and what a layer adds to the losses.
 
 A decoder with experts carries from layer to layer, beside the stream, what its routers add up: {"x": the stream, "load":
-tokens of each expert, [layer batch route], "balance": the switch loss of each sequence, [batch], "router_z": the z-loss of each
+tokens of each expert, [layer batch route], "kept": those that were not dropped, with a capacity, "balance": the switch loss of each sequence, [batch], "router_z": the z-loss of each
 token, [batch seq*]}, the last two if they have a coefficient.
 """
 
@@ -110,6 +110,8 @@ def first_records(x: Tensor, moe: MoE, layers: int) -> dict[str, Tensor]:
         return torch.zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
     found = {"x": x, "load": zeros(len(moe.layers(layers)), rows, moe.routing.experts)}
+    if moe.routing.capacity is not None:
+        found["kept"] = zeros(*found["load"].shape)
     shapes = {"balance": (rows,), "router_z": (rows, tokens)}
     return found | {name: zeros(*shapes[name]) for name in moe.recorded}
 
@@ -119,6 +121,9 @@ def add_records(records: Mapping[str, Tensor], routed: Routed, moe: MoE, ctx: Ct
     sh, routing, found = ctx.sh, moe.routing, dict(records)
     mine = load(routed, sh=sh).to(found["load"].dtype)
     found["load"] = found["load"] + ctx.extras["expert_layer"].to(mine.dtype)[:, None, None] * mine
+    if "kept" in found:
+        kept = load(routed, sh=sh, kept=True).to(mine.dtype)
+        found["kept"] = found["kept"] + ctx.extras["expert_layer"].to(mine.dtype)[:, None, None] * kept
     if "balance" in found:  # weighed by the sequence's tokens, by whose number the term is divided
         mask = routed.mask
         real = torch.ones_like(routed.weights[..., 0]) if mask is None else mask.to(routed.weights.dtype)
@@ -133,7 +138,23 @@ def record_terms(records: Mapping[str, Tensor]) -> tuple[dict[str, Term], dict[s
     """(terms of the loss, statistics) of the records behind the last layer."""
     dims = {"balance": "batch", "router_z": "batch seq*"}
     terms = {name: Term(records[name], dims[name]) for name in dims if name in records}
-    return terms, {"load": Term(records["load"], "layer batch route -> layer route")}
+    counts = ("load", "kept")
+    return terms, {name: Term(records[name], "layer batch route -> layer route") for name in counts if name in records}
+
+
+def load_metrics(stats: Mapping[str, Tensor] | None, config: Any) -> dict[str, Tensor]:
+    """Of a step's statistics, what a run writes for each layer with experts: "max_load.3", the largest expert's tokens over
+    the mean of all, 1 if they are even; and with a capacity "dropped.3", the share of choices that found no place."""
+    if config.moe is None or not stats or "load" not in stats:
+        return {}
+    load = stats["load"]
+    names = config.moe.layers(config.layers)
+    uneven = load.amax(-1) / load.mean(-1).clamp(min=1e-30)
+    found = {f"max_load.{i}": v for i, v in zip(names, uneven.unbind(), strict=True)}
+    if "kept" in stats:
+        dropped = 1 - stats["kept"].sum(-1) / load.sum(-1).clamp(min=1e-30)
+        found |= {f"dropped.{i}": v for i, v in zip(names, dropped.unbind(), strict=True)}
+    return found
 
 
 def record_weights(batch: Mapping[str, Tensor], moe: MoE) -> dict[str, Weight]:

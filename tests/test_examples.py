@@ -4,6 +4,7 @@ On one process in this one, which has loaded torch already; on several by torchr
 """
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from fmegatron.testing import assert_equivalent
 
 torch.set_num_threads(1)
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -143,6 +146,33 @@ def test_verify_own_model(tmp_path):
     lines = output("verify_own_model.py", folder=tmp_path).splitlines()
     assert len(lines) >= 10 and len({line.split(":")[0] for line in lines}) >= 5  # distinct layouts
     assert all("equal, worst" in line for line in lines) and any("tp=" in line for line in lines)
+
+
+def losses(text: str) -> list[str]:
+    return re.findall(rf"^ *\d+  ({NUMBER})$", text, re.MULTILINE)
+
+
+def test_own_moe(tmp_path):
+    printed = losses(output("own_moe.py", folder=tmp_path))
+    assert len(printed) == 20 and float(printed[-1]) < float(printed[0]) / 3
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("gloo")
+def test_own_moe_on_real_ranks(tmp_path):
+    alone = losses(output("own_moe.py", folder=tmp_path))
+    found = losses(output("own_moe.py", "dp=2,tp=2", "4", folder=tmp_path, launcher=(*RANKS, "4")))
+    assert max(abs(float(a) - float(b)) for a, b in zip(alone, found, strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["dp=2 ep=2", "dp=2,tp=2 sp ep=4 zero=3"])
+def test_own_moe_is_the_same_on_every_layout(layout, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    assert_equivalent(importlib.import_module("own_moe"), layout)
+
+
+def test_own_moe_takes_less_than_100_lines():
+    assert len((EXAMPLES / "own_moe.py").read_text().splitlines()) < 100
 
 
 def test_every_example_is_tested_and_says_how_to_run_it():

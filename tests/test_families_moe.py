@@ -149,6 +149,13 @@ def test_settings_of_training_do_not_hinder_a_save():
     routing = dataclasses.replace(config.moe.routing, switch_loss=0.01, jitter=0.1, capacity=1.5)
     trained = dataclasses.replace(config, moe=dataclasses.replace(config.moe, routing=routing))
     assert hf.fields_of(small(trained)) == hf.fields_of(small(config))
+    alike = dataclasses.replace(routing, before=True, normalised=True)  # the same weights
+    assert hf.fields_of(small(config, moe=dataclasses.replace(config.moe, routing=alike))) == hf.fields_of(
+        small(config)
+    )
+    with pytest.raises(UserError, match="moe=.* cannot be written"):
+        other = dataclasses.replace(routing, before=True, normalised=False)
+        hf.fields_of(small(config, moe=dataclasses.replace(config.moe, routing=other)))
 
 
 def small(config, **changes):

@@ -272,3 +272,22 @@ def test_smoothing_and_thinning() -> None:
     thin = thinned(points)
     assert 1000 <= len(thin) <= 1600 and (77_777, 9.0) in thin
     assert thin == sorted(thin)
+
+
+def test_the_load_of_experts_is_drawn_by_layer(tmp_path: Path) -> None:
+    """A row for each layer, darkest where the load is most uneven."""
+    report = Reporter(tmp_path, steps=3, tensorboard=False, stream=io.StringIO())
+    for step, uneven in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        report.step(step, loss=1.0, tokens=4, ms=1.0, **{"max_load.0": 1.0, "max_load.2": uneven})
+    path = report.load_map()
+    report.close()
+    text = path.read_text()
+    assert text.count(">2</text>") == 1 and ">0</text>" in text and ">3.00</text>" in text
+    assert text.count('fill="#800014"') == 2  # the last step of layer 2, and the legend
+
+
+def test_without_experts_there_is_no_picture_of_their_load(tmp_path: Path) -> None:
+    report = Reporter(tmp_path, steps=1, tensorboard=False, stream=io.StringIO())
+    report.step(1, loss=1.0, tokens=4, ms=1.0)
+    assert report.load_map() is None
+    report.close()

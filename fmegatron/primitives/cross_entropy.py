@@ -95,10 +95,14 @@ def linear_cross_entropy(
             "linear_cross_entropy(keep=True) with label_smoothing or softcap: these compute logits again; leave keep out"
         )
 
+    tape = None if sh is None else sh.tape
+
     def local(x: Tensor, w: Tensor, held: Tensor, filling: Tensor | None) -> tuple[Tensor, Tensor]:
         kept = keep if keep is not None else _worth_keeping(x, vocab)
         kept = kept and keepable and filling is None
-        args = x.flatten(0, -2), w, held.flatten(), filling, rows, chunk, *form, kept, fast
+        flat = x.flatten(0, -2)
+        w, logits = (w, None) if tape is None else _tapped(tape, flat, w, vocab, rows)
+        args = flat, w, held.flatten(), filling, logits, rows, chunk, *form, kept, fast
         lse, target, _ = apply_function(_LinearStatistics, *args)
         return lse.view(labels.shape), target.view(labels.shape)
 
@@ -236,6 +240,20 @@ def _loss(
     return loss.masked_fill(ignored, 0)
 
 
+def _tapped(tape: Any, x: Tensor, w: Tensor, vocab: int, rows: bool) -> tuple[Tensor, Tensor | None]:
+    """(w, a tensor without data that stands for the logits, whose gradient the loss gives it instead of w's), where
+    the product is to be tapped (see `fmegatron.tape`); else (w, None)."""
+    w, _ = tape.enter("linear_cross_entropy", w)
+    tapped = tape.leaf is not None or tape.tap is not None
+
+    def weight_gradient(x: Tensor, g: Tensor) -> Tensor:
+        return g.t() @ x if rows else x.t() @ g
+
+    logits = x.new_zeros(()).expand(x.shape[0], vocab)
+    logits, *_ = tape.leave("linear_cross_entropy", [logits], [x], weight_gradient)
+    return w, logits if tapped else None
+
+
 class _Statistics(Function):
     """(logits[... vocab], labels[...], -1 for none, filling or None, cap, label_share, every_share) -> (lse, target),
     both [...]."""
@@ -280,19 +298,23 @@ class _Statistics(Function):
 
 
 class _LinearStatistics(Function):
-    """(x[token embed], w, labels[token], filling or None, w is [vocab embed]?, chunk, cap, label_share, every_share,
-    keep, fast) -> (lse, target, both [token]; probabilities[token vocab] if they are kept, else empty).
+    """(x[token embed], w, labels[token], filling or None, logits or None, w is [vocab embed]?, chunk, cap,
+    label_share, every_share, keep, fast) -> (lse, target, both [token]; probabilities[token vocab] if they are kept,
+    else empty).
 
+    logits: stands for x w, without data; it gets a gradient, so that w's can be made of it later.
     fast: by Triton's kernels.
     """
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, labels: Tensor, filling: Tensor | None, *options: Any) -> Any:
+    def forward(
+        x: Tensor, w: Tensor, labels: Tensor, filling: Tensor | None, logits: Tensor | None, *options: Any
+    ) -> Any:
         return _linear_statistics_op(x, w, labels, filling, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, w, labels, filling, *ctx.options = inputs
+        x, w, labels, filling, _, *ctx.options = inputs
         (lse, target, kept), (keep, fast) = output, ctx.options[-2:]
         ctx.mark_non_differentiable(kept)
         ctx.overwritten = False
@@ -301,11 +323,14 @@ class _LinearStatistics(Function):
 
     @staticmethod
     def backward(ctx: Any, g_lse: Tensor, g_target: Tensor, _: Any) -> Any:
-        need_x, need_w = ctx.needs_input_grad[:2]
+        need_x, need_w, _, _, need_logits = ctx.needs_input_grad[:5]
         x, w, labels, filling, lse, target, kept = ctx.saved_tensors
         *options, keep, fast = ctx.options
         args = x, w, labels, filling, g_lse, g_target
-        if graph_wanted():
+        g = None
+        if need_logits:
+            gx, gw, g = _with_logits(args, lse, target, kept if keep else None, *options, need_x, need_w, fast)
+        elif graph_wanted():
             gx, gw = apply_function(_LinearStatisticsBackward, *args, *options)
         elif keep and not ctx.overwritten:
             # in place, once: a second backward of one graph computes logits again
@@ -315,7 +340,7 @@ class _LinearStatistics(Function):
             gx, gw = how(x, w, labels, lse, target, of, g_lse, g_target, options[0], need_x, need_w, fast)
         else:
             gx, gw = _linear_statistics_backward_op(*args, lse, *options, need_x, need_w, fast)
-        return gx if need_x else None, gw if need_w else None, *[None] * 9
+        return gx if need_x else None, gw if need_w else None, None, None, g, *[None] * 7
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -531,6 +556,50 @@ def _kept_statistics_backward_op(
 def _(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     need_x, need_w = rest[-3:-1]
     return x.new_empty(x.shape if need_x else 0), w.new_empty(w.shape if need_w else 0)
+
+
+def _with_logits(
+    args: tuple[Any, ...],
+    lse: Tensor | None,
+    target: Tensor | None,
+    kept: Tensor | None,
+    rows: bool,
+    chunk: int,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gx, gw, the gradient by all logits in x's dtype): in a chunk as large as all tokens, or in place of the kept
+    probabilities."""
+    x, w, labels, filling, g_lse, g_target = args
+    *form, need_x, need_w, fast = rest
+    if kept is not None:
+        assert lse is not None and target is not None
+        g = kept.data
+        gx, gw = _kept_gradients(x, w, labels, lse, target, g, g_lse, g_target, rows, need_x, need_w, fast)
+        return gx, gw, g
+    cap, label_share, every_share = form
+    g = torch.empty((x.shape[0], w.shape[0 if rows else 1]), dtype=x.dtype, device=x.device)
+    for start in range(0, x.shape[0], chunk):
+        part = slice(start, start + chunk)
+        logits, by_lse, by_target = _product(x[part], w.t() if rows else w, wide(x.dtype)), g_lse[part], g_target[part]
+        if fast:
+            from fmegatron.kernels import softmax
+
+            assert lse is not None
+            statistics = labels[part], filling, lse[part], None
+            softmax.gradient(
+                logits, *statistics, by_lse.contiguous(), by_target.contiguous(), g[part], cap, label_share, every_share
+            )
+            continue
+        logits = _capped(logits, cap, in_place=True)
+        p = _hidden(logits, filling).softmax(-1)
+        slope = None if cap is None else logits.div_(cap).square_().neg_().add_(1)
+        g[part] = _logits_gradient(p, slope, labels[part], by_lse, by_target, label_share, every_share, x.dtype)
+    if filling is not None:
+        g.masked_fill_(filling, 0)
+    wt = w if rows else w.t()
+    gx = g @ wt if need_x else x.new_empty(0)
+    gw = (g.t() @ x if rows else x.t() @ g) if need_w else w.new_empty(0)
+    return gx, gw, g
 
 
 def _logits_gradient(

@@ -108,7 +108,11 @@ def noticed(
     known: dict[str, Tried],
     limit: float,
 ) -> tuple[str, int]:
-    """(the first test that fails with a change, or "", and how many were run). everywhere: the change is of a constant."""
+    """(the first test that fails with a change, or "", and how many were run). everywhere: the change is of a constant.
+
+    limit: seconds in which a test must end, and within which no further one is begun: a change that outlasts many tests
+    survives, one that a test does not end with hangs.
+    """
 
     def concerned(one: Tried) -> bool:
         lines = set(one.lines.get(source.path, ()))
@@ -116,7 +120,7 @@ def noticed(
 
     some = [i for i in items if i.nodeid in known and concerned(known[i.nodeid])]
     some.sort(key=lambda i: known[i.nodeid].seconds)
-    with in_child(lambda stream: _until_one_fails(change, source, some, stream), limit) as rows:
+    with in_child(lambda stream: _until_one_fails(change, source, some, stream, limit), limit) as rows:
         names = [row["test"] for row in rows]
         failed = next((row["test"] for row in rows if not row["passed"]), "")
     if not failed and (not rows or rows[-1]["test"] != "end"):  # it hangs, or it killed the process
@@ -205,9 +209,13 @@ def _traced(item: pytest.Item, paths: Sequence[str], stream: Any) -> None:
     print(json.dumps({"passed": good and run, "seconds": seconds, "lines": rows}), file=stream)
 
 
-def _until_one_fails(change: Change, source: Source, items: Sequence[pytest.Item], stream: Any) -> None:
+def _until_one_fails(change: Change, source: Source, items: Sequence[pytest.Item], stream: Any, limit: float) -> None:
     with_change(change, source)
+    start = time.monotonic()
     for item in items:
+        if time.monotonic() - start > limit:
+            break
+        signal.setitimer(signal.ITIMER_REAL, limit)
         good, _ = _passes(item)
         print(json.dumps({"test": item.nodeid, "passed": good}), file=stream, flush=True)
         if not good:
