@@ -18,7 +18,11 @@ from fmegatron.loss_scale import LossScale, LossScaling, dynamic_loss_scale, sta
 from fmegatron.mesh import Mesh, make_mesh
 from fmegatron.offload import offloaded
 from fmegatron.padding import shard_batch
+from fmegatron.parallel.experts import mlp_experts
+from fmegatron.parallel.folding import expert_factoring
+from fmegatron.parallel.moe import moe, router
 from fmegatron.parallel.pipeline import Ends, Pipeline, find_ends, inside_stage, pipeline
+from fmegatron.parallel.routing import Routed, Routing, route
 from fmegatron.parallel.schedules import make_schedule
 from fmegatron.parallel.stages import parse_layout
 from fmegatron.precision import Precision
@@ -59,6 +63,8 @@ __all__ = [
     "Pipeline",
     "Precision",
     "Replicate",
+    "Routed",
+    "Routing",
     "Rules",
     "Shard",
     "Sharding",
@@ -77,6 +83,7 @@ __all__ = [
     "dynamic_loss_scale",
     "evaluate",
     "everything",
+    "expert_factoring",
     "find_ends",
     "fold_in",
     "infer_over",
@@ -88,6 +95,8 @@ __all__ = [
     "leave_processes",
     "make_mesh",
     "make_schedule",
+    "mlp_experts",
+    "moe",
     "names",
     "normal",
     "nothing",
@@ -101,6 +110,8 @@ __all__ = [
     "placements",
     "random",
     "remat",
+    "route",
+    "router",
     "schedules",
     "shard_batch",
     "simulate",

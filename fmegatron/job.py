@@ -118,6 +118,25 @@ def check_sizes(config: TrainConfig, world: int, sizes: DecoderConfig) -> None:
     )
 
 
+def check_experts(config: TrainConfig, sizes: DecoderConfig) -> None:
+    """Raises UserError for numbers of ranks that cannot share out a model's experts, or their width."""
+    moe = sizes.moe
+    if moe is None:
+        if (config.ep, config.etp) != (1, 1):
+            raise UserError(
+                f"--ep {config.ep} --etp {config.etp} are for a model with experts: add --moe.experts, or leave them out"
+            )
+        return
+    for flag, ranks, what, size in (
+        ("--ep", config.ep, "experts (--moe.experts)", moe.routing.experts),
+        ("--etp", config.etp, "wide experts (--moe.mlp)", moe.mlp),
+    ):
+        if size % ranks:
+            legal = [n for n in range(1, size + 1) if size % n == 0]
+            near = min(legal, key=lambda n: abs(n - ranks))
+            raise UserError(f"{flag} {ranks} does not divide {size} {what}: use {flag} {near}, or another size")
+
+
 def uneven_sizes(sizes: DecoderConfig) -> tuple[str, ...]:
     """What need not divide by its ranks, as it is filled up: not the sequence where frequencies depend on its length."""
     by_length = isinstance(sizes.rope_scaling, DynamicNTKScaling | LongRoPEScaling)
@@ -144,10 +163,7 @@ def make_setup(
     """
     sizes = sizes or model_config(config, None)
     check_sizes(config, world, sizes)
-    if sizes.moe is None and (config.ep, config.etp) != (1, 1):
-        raise UserError(
-            f"--ep {config.ep} --etp {config.etp} are for a model with experts: add --moe.experts, or leave them out"
-        )
+    check_experts(config, sizes)
     axes = mesh_axes(config, world)
     also = (
         *factoring(axes, config.cp, heads=sizes.heads, kv_heads=sizes.kv_heads, argument="--mesh"),

@@ -158,10 +158,6 @@ def check_graph(config: TrainConfig, device: torch.device, world: int) -> None:
         ),
         (config.debug, "plays steps in which --debug sees nothing: leave one of them out"),
         (half, "cannot record a loss scale, which the host decides: use bfloat16 in place of float16"),
-        (
-            config.fp8 == "delayed",
-            "does not record the history of --fp8 delayed: use another recipe, such as tensorwise",
-        ),
         (config.offload_optimizer, "records the memory of the GPU alone: leave it or --offload-optimizer out"),
         (config.optim.name not in ADAMS, f"records adamw and adam, not --optim.name {config.optim.name}: leave it out"),
     ):

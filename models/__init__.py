@@ -6,7 +6,9 @@ from fmegatron.models.config import DecoderConfig, config_from_dict, config_to_d
 from fmegatron.models.decoder import Decoder
 from fmegatron.models.fused import fuse, unfuse
 from fmegatron.models.hf_names import HFTensor
+from fmegatron.models.moe import MoE
 from fmegatron.models.presets import PRESETS
+from fmegatron.models.upcycle import upcycled
 
 if TYPE_CHECKING:
     from fmegatron.models.hf import load_hf, save_hf
@@ -16,12 +18,14 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "HFTensor",
+    "MoE",
     "config_from_dict",
     "config_to_dict",
     "fuse",
     "load_hf",
     "save_hf",
     "unfuse",
+    "upcycled",
 ]
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import fmegatron as fm
+from fmegatron import job
+from fmegatron.config import ExpertConfig, TrainConfig
 from fmegatron.errors import UserError
 from fmegatron.exchange import exchange_counts, exchange_rows
 from fmegatron.models import Decoder, DecoderConfig
@@ -249,3 +251,21 @@ def test_what_does_not_fit_is_refused():
         Decoder(MODELS["dropless"].config, dispatch="allgather")
     with pytest.raises(UserError, match="shared_gate=True without a shared expert"):
         MoE(ROUTING, mlp=8, shared_gate=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ep": 2}, "--ep 2 --etp 1 are for a model with experts"),
+        ({"moe": ExpertConfig(experts=6), "ep": 4}, r"--ep 4 does not divide 6 experts \(--moe.experts\): use --ep 3"),
+        ({"moe": ExpertConfig(experts=4, top_k=5)}, "--moe: top_k=5 of routing must be an int of 1 or more, at most 4"),
+        (
+            {"moe": ExpertConfig(top_k=2)},
+            "--moe.top-k is for a model with experts, and tiny has none: add --moe.experts",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_told_before_anything_is_made(settings, message):
+    config = TrainConfig(mesh="dp=4", **settings)
+    with pytest.raises(UserError, match=message):
+        job.make_setup(config, torch.device("cpu"), 4, check_only=True)

@@ -81,6 +81,11 @@ class Program:
         """Can the layout's remat policy be given to the model, a dataclass with a field `save`?"""
         return dataclasses.is_dataclass(self.model) and any(f.name == "save" for f in dataclasses.fields(self.model))
 
+    @functools.cached_property
+    def has_experts(self) -> bool:
+        """Is there a mixture of experts in it?"""
+        return "expert" in self.sizes
+
     @property
     def has_stages(self) -> bool:
         """Can the model lie on the stages of a pipeline?"""
@@ -267,7 +272,7 @@ class Program:
                 "no parameter has a dim `vocab`: give batch=, a function (rows, seq, seed) -> dict of tensors"
             )
         empty = max(1, -(-rows // layout.data // layout.micro))
-        return make_batch(
+        made = make_batch(
             self.sizes["vocab"],
             rows,
             seq,
@@ -276,6 +281,10 @@ class Program:
             empty=min(empty, rows - 1),
             seed=seed,
         )
+        if self.has_experts and (layout.odd or layout.rows or layout.seq) and "segments" not in made:
+            # by which experts tell what only fills up a rank's part: it must not be routed
+            made["segments"] = torch.zeros_like(made["tokens"])
+        return made
 
     def dims_of(self, name: str, x: Tensor) -> str:
         """The dims of one tensor of the batch."""
