@@ -60,7 +60,7 @@ class ModelOverrides:
     """Soft-cap of the attention scores; 0: none."""
     logit_softcap: float | None = None
     """Soft-cap of the final logits; 0: none."""
-    activation: Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"] | None = None
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "gelu", "gelu_tanh", "relu2"] | None = None
     """Activation of the feed-forward part; those with glu are gated."""
     norm_eps: float | None = None
     """Added to the variance in norms."""
@@ -316,7 +316,8 @@ class TrainConfig:
     which the message for a wrong name lists; None: tiny. The tiny ones take the tokenizer's vocabulary."""
     init_from: str | None = None
     """Folder of a Hugging Face model, with config.json and safetensors, to continue training from, in place of --model.
-    Of --model-overrides those are allowed then that change no parameter's shape."""
+    Of --model-overrides those are allowed then that change no parameter's shape. With --moe.experts a dense model is upcycled:
+    every expert begins as a copy of its feed-forward part."""
     resize_vocab: int | None = None
     """Size of the vocabulary with --init-from. New rows are the mean of the old ones, with a little noise."""
     ignore_fields: tuple[str, ...] = ()

@@ -35,6 +35,7 @@ from fmegatron.loss_scale import LossScale, LossScaling
 from fmegatron.mesh import Mesh, make_mesh
 from fmegatron.models import Decoder, DecoderConfig, load_hf
 from fmegatron.models.fused import FUSED
+from fmegatron.models.upcycle import upcycled
 from fmegatron.offload import on_host
 from fmegatron.optim import Optimizer
 from fmegatron.padding import held_positions, overwritten
@@ -312,7 +313,13 @@ def load_pretrained(config: TrainConfig, run: Run) -> Any:
         "ignore_fields": ignored_fields(config),
         **{name: getattr(run.model.config, name) for name in FUSED},
     }
-    return load_hf(config.init_from, held=None if run.pipe is None else run.pipe.held, **options)[1]
+    held = None if run.pipe is None else run.pipe.held
+    model, params = load_hf(config.init_from, held=held, **options)
+    if (moe := run.model.config.moe) is None or model.config.moe is not None:
+        return params
+    root = random.fold_in(random.key(config.seed), "upcycled")
+    dense_layers = moe.dense_layers
+    return upcycled(params, model.config, moe.routing, key=root, dense_layers=dense_layers, sh=run.sh, held=held)[0]
 
 
 def abstract_state(config: TrainConfig, run: Run, *, scaled: bool | None = None, extras: Any = None) -> TrainState:

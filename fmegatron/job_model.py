@@ -18,6 +18,7 @@ from fmegatron.models.fused import FUSED
 from fmegatron.models.hf import FAMILIES, fields_of, model_of
 from fmegatron.models.hf_fields import shortest
 from fmegatron.models.moe import MoE
+from fmegatron.models.upcycle import upcycled_config
 from fmegatron.parallel.routing import Routing
 from fmegatron.precision import dtype_of
 from fmegatron.remat import names, nothing
@@ -244,6 +245,16 @@ def _following(preset: DecoderConfig, sizes: DecoderConfig) -> dict[str, Any]:
 def _pretrained(config: TrainConfig) -> DecoderConfig:
     base = pretrained_config(config)
     given = _changes(config, base)
+    if base.moe is None and (moe := given.pop("moe", None)) is not None:
+        if (moe.mlp, moe.shared) != (base.mlp, 0):
+            raise UserError(
+                f"--moe.mlp {moe.mlp} --moe.shared {moe.shared} with the dense model of --init-from {config.init_from}: every expert "
+                f"is a copy of its feed-forward part, {base.mlp} wide: leave them out"
+            )
+        try:
+            base = upcycled_config(base, moe.routing, dense_layers=moe.dense_layers)
+        except UserError as error:
+            raise UserError(f"--moe with the dense model of --init-from {config.init_from}: {error}") from None
     for name, value in given.items():
         flag = f"--model-overrides.{_flag(name)}"
         if name == "vocab":

@@ -387,8 +387,8 @@ def bare(model: Decoder) -> Decoder:
         def _ends(self) -> dict[str, Any]:
             return {n: replace(p, over=None) for n, p in super()._ends().items()}
 
-        def _block_spec(self) -> dict[str, Any]:
-            return {n: replace(p, over=None) for n, p in super()._block_spec().items()}
+        def _block_spec(self, index: int) -> dict[str, Any]:
+            return {n: replace(p, over=None) for n, p in super()._block_spec(index).items()}
 
     return Bare(model.config)
 

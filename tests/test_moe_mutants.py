@@ -29,7 +29,10 @@ def test_a_mutant_of_experts_is_caught(name: str) -> None:
     """By a finite difference; on one device, with a mesh and without, all is equal."""
     planted = MOE_MUTANTS[name]
     case, checks = Case(planted.text, Layout.parse(planted.layout)), ("gradients", *planted.mutant.checks)
-    found, alone = verdict(case, checks, planted.mutant.edits), on_one_device(planted.text, checks, planted.mutant.edits)
+    found, alone = (
+        verdict(case, checks, planted.mutant.edits),
+        on_one_device(planted.text, checks, planted.mutant.edits),
+    )
     assert found.kind == "difference", f"{found.kind} on {case.layout}: {found.message or found.worst}"
     assert [one.kind for one in alone] == ["equal", "equal"], alone
 

@@ -202,3 +202,17 @@ def test_gate_and_up_in_one():
     assert torch.equal(swiglu(both), swiglu(*both.unbind(1)))
     with pytest.raises(UserError, match="no up"):
         swiglu(torch.randn(3, 8))
+
+
+def test_a_run_for_shapes_alone_starts_no_kernel(monkeypatch) -> None:
+    """Its tensors have no memory: a kernel of ours would read what is at address 0 (an illegal access, and the end of the
+    process)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from fmegatron import kernels
+
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    with FakeTensorMode():
+        x = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
+        assert not kernels.chosen("rms_norm", "auto", x)
+        assert not kernels.chosen("rms_norm", "triton", x)

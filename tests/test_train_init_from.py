@@ -134,6 +134,25 @@ def test_two_ranks_make_the_same_run_and_go_on_without_the_folder(files, tmp_pat
         go(["--out", str(parts), "--resume", "--model", "tiny", "--steps", "9"])
 
 
+@pytest.mark.parametrize(("world", "more"), [(1, ()), (2, ("--mesh", "dp=2", "--ep", 2)), (2, ("--mesh", "pp=2"))])
+def test_a_dense_model_is_upcycled(files, tmp_path, world, more) -> None:
+    """With the loss of transformers' dense model before the first step, and exported with experts behind the last."""
+    out, hf = tmp_path / "run", tmp_path / "hf"
+    assert on(world, arguments(files, out, "llama", "--moe.experts", 4, *more, optim_lr=1e-2)) == 0
+    found = [row["val_loss"] for row in rows(out) if "val_loss" in row]
+    assert found[0] == pytest.approx(their_loss(files / "llama", out), rel=1e-5) and found[1] < found[0]
+    assert cli.main(["export", "--checkpoint", str(out), "--out", str(hf)]) == 0
+    assert '"mixtral"' in (hf / "config.json").read_text()
+    assert found[1] == pytest.approx(their_loss(hf, out), rel=1e-5)
+
+
+def test_experts_of_another_width_than_the_dense_part_are_refused(files, tmp_path) -> None:
+    with pytest.raises(UserError, match="--moe.mlp 8 --moe.shared 0 with the dense model of --init-from .*36 wide"):
+        go(arguments(files, tmp_path / "run", "llama", "--moe.experts", 4, "--moe.mlp", 8))
+    with pytest.raises(UserError, match="--moe with the dense model of .*must sum to 1"):
+        go(arguments(files, tmp_path / "run", "llama", "--moe.experts", 4, "--moe.scale", 2))
+
+
 def test_a_larger_vocabulary(files, tmp_path, capsys) -> None:
     """A tokenizer with more tokens needs --resize-vocab; new rows are the mean of the old ones and a little noise."""
     out = tmp_path / "run"

@@ -36,8 +36,8 @@ def chosen(what: str, kernel: str, *tensors: torch.Tensor | None) -> bool:
         "triton": there, or an error.
     what: the primitive, for messages.
 
-    Never under torch.func and in simulation, whose tensors are no plain ones: there the torch operations give the
-    same. Raises UserError for an unknown `kernel`, and for "triton" where it cannot be.
+    Never under torch.func, in simulation, and in a run for shapes alone, whose tensors are no plain ones (they have no
+    memory that a kernel could read): there the torch operations give the same. Raises UserError for an unknown `kernel`, and for "triton" where it cannot be.
     """
     if kernel == "torch":
         return False
@@ -58,4 +58,4 @@ def chosen(what: str, kernel: str, *tensors: torch.Tensor | None) -> bool:
         )
     if not able or under_torch_func() or any(is_local(t) for t in given):
         return False
-    return True
+    return torch.compiler.is_compiling() or not any(type(t).__name__ == "FakeTensor" for t in given)

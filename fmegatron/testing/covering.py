@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random as python_random
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fmegatron.testing.layout import MASKS, PIPELINE, Layout
-from fmegatron.testing.strategies import AXES, contexts, meshes, own_rules, pipelines, remats, stores
+from fmegatron.testing.strategies import (
+    AXES,
+    contexts,
+    dispatches,
+    foldings,
+    meshes,
+    own_rules,
+    pipelines,
+    remats,
+    stores,
+)
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 TRIES = 80  # candidates among which the one with most new pairs for its cost is taken
@@ -41,6 +52,12 @@ class Space:
     contexts: Mapping[tuple[str, str], Sequence[str]]
     pipelines: Mapping[tuple[str, str], Sequence[tuple[str, int | None, str]]]
     odd: Sequence[bool] = (False, True)
+    dispatches: Sequence[str] = (Layout().dispatch,)
+    experts: bool = False
+
+    def foldings(self, model: str, mesh: str, context: str) -> Sequence[tuple[int, int]]:
+        """(ep, etp) of a model on a mesh, its axes in any order."""
+        return _foldings(model, mesh, context) if self.experts else ((1, 1),)
 
     def draw(self, random: python_random.Random) -> Case:
         model = random.choice(list(self.meshes))
@@ -69,6 +86,9 @@ class Space:
             mask=random.choice(COUNTING),
             odd=random.choice(self.odd),
         )
+        if self.experts:
+            ep, etp = random.choice(self.foldings(model, mesh, layout.context))
+            layout = replace(layout, ep=ep, etp=etp, dispatch=random.choice(self.dispatches))
         return Case(model, layout)
 
     def features(self, case: Case) -> dict[str, Any]:
@@ -93,6 +113,8 @@ class Space:
         if PIPELINE in self.axes:
             found["schedule"] = layout.schedule if layout.pipelined else ""
             found["stages"] = (layout.virtual, bool(layout.stages))
+        if self.experts:
+            found |= {"ep": layout.ep > 1, "etp": layout.etp > 1, "dispatch": layout.dispatch}
         return found | options_of(case.model)
 
     def pairs(self) -> set[Pair]:
@@ -103,6 +125,8 @@ class Space:
             "mask": COUNTING,
             "odd": self.odd,
         }
+        if self.experts:
+            free["dispatch"] = self.dispatches
         found, seen = set[Pair](), set[Any]()
         for (a, xs), (b, ys) in itertools.combinations(free.items(), 2):
             found |= {pair((a, x), (b, y)) for x in xs for y in ys}
@@ -126,7 +150,8 @@ class Space:
                     made = Layout(mesh, sp=sp, zero=zero, store=store, state=state, context=way, packed=packed)
                     if made.pipelined:
                         made = replace(made, schedule=schedule, virtual=virtual, stages=stages)
-                    yield Case(model, made)
+                    for ep, etp in self.foldings(model, mesh, way):
+                        yield Case(model, replace(made, ep=ep, etp=etp) if ep * etp > 1 else made)
 
     def cases(self, examples: int, seed: int) -> Iterator[Case]:
         """Cases with distinct layouts: at least `examples`, and more until every pair of values is there; behind them
@@ -138,6 +163,9 @@ class Space:
             case = max(some, key=lambda c: len(pairs_of(self.features(c)) & left) / cost(c.layout))
             new = pairs_of(self.features(case)) & left
             if str(case.layout) in layouts or (left and not new and made >= examples):
+                idle += 1
+                continue
+            if self.experts and _program(case.model).why_illegal(case.layout) is not None:
                 idle += 1
                 continue
             idle = 0
@@ -194,8 +222,22 @@ def space(models: Sequence[str], world: int, *, axes: Sequence[str] = AXES) -> S
             ways[text, mesh] = ways_by_shape[shape, mesh]
             pipes[text, mesh] = pipelines(program, mesh)
     used = [a for a in axes if any(a in Layout(m).axes for legal in found.values() for m in legal)]
-    odd = (False, True) if program_of(find_model(models[0])).fills_up else (False,)
-    return Space(found, used, kv_heads, policies, ways, pipes, odd)
+    first = program_of(find_model(models[0]))
+    odd = (False, True) if first.fills_up else (False,)
+    return Space(found, used, kv_heads, policies, ways, pipes, odd, dispatches(first), first.has_experts)
+
+
+@functools.cache
+def _program(model: str) -> Any:
+    from fmegatron.testing.models import find_model
+    from fmegatron.testing.program import program_of
+
+    return program_of(find_model(model))
+
+
+@functools.cache
+def _foldings(model: str, mesh: str, context: str) -> Sequence[tuple[int, int]]:
+    return foldings(_program(model), mesh, context)
 
 
 def cost(layout: Layout) -> float:

@@ -86,6 +86,12 @@ class Program:
         """Is there a mixture of experts in it?"""
         return "expert" in self.sizes
 
+    @functools.cached_property
+    def has_dispatch(self) -> bool:
+        """Can the layout's way to the experts be given to the model, a dataclass with a field `dispatch`?"""
+        fields = dataclasses.fields(self.model) if dataclasses.is_dataclass(self.model) else ()
+        return self.has_experts and any(f.name == "dispatch" for f in fields)
+
     @property
     def has_stages(self) -> bool:
         """Can the model lie on the stages of a pipeline?"""
@@ -107,9 +113,9 @@ class Program:
 
     def on(self, layout: Layout) -> Program:
         """The model with the layout's options that are its own."""
-        if layout.dispatch != "all-to-all" and dataclasses.is_dataclass(self.model) and hasattr(self.model, "dispatch"):
+        if layout.dispatch != Layout().dispatch and self.has_dispatch:
             model: Any = dataclasses.replace(self.model, dispatch=layout.dispatch)  # type: ignore[type-var]
-            return dataclasses.replace(self, model=model).on(dataclasses.replace(layout, dispatch="all-to-all"))
+            return dataclasses.replace(self, model=model).on(dataclasses.replace(layout, dispatch=Layout().dispatch))
         if layout.remat == "everything":
             return self
         if not self.has_remat:
@@ -218,6 +224,8 @@ class Program:
                 spelled=functools.partial(self._spelled, layout) if propose else None,
             )
             spec = self.functions[0]()
+            if (wrong := self._wrong_experts(layout)) is not None:
+                return wrong
             mesh = self.mesh(layout, abstract=True)
             if layout.rules and (wrong := self._wrong_row(layout, mesh)) is not None:
                 return wrong
@@ -226,6 +234,27 @@ class Program:
             self.sharding(layout, Precision(), mesh=mesh).check_spec(spec)
         except UserError as error:
             return str(error)
+        return None
+
+    def _wrong_experts(self, layout: Layout) -> str | None:
+        """What is wrong with how the layout spreads experts and sends tokens to them; None if nothing is."""
+        plain = Layout()
+        for name, dim, what in (("ep", "expert", "experts"), ("etp", "emlp", "an expert's width of")):
+            value, size = getattr(layout, name), self.sizes.get(dim)
+            if value == 1:
+                continue
+            if size is None:
+                return f"{name}={value}: the model has no dim {dim!r}, which would lie on it: leave {name} out"
+            if size % value:
+                other = layout.ep * layout.etp // value
+                legal = [n for n in range(1, size + 1) if size % n == 0 and layout.inside.world % (n * other) == 0]
+                below, above = [n for n in legal if n < value][-1:], [n for n in legal if n > value][:1]
+                near = " or ".join(f"{name}={n}" for n in (*below, *above))
+                has = f"{size} {what}" if name == "ep" else f"{what} {size}"
+                return f"{name}={value} does not divide {has}: use {near}"
+        if layout.dispatch != plain.dispatch and not self.has_dispatch:
+            lacks = "has no field `dispatch`" if self.has_experts else "has no experts"
+            return f"dispatch={layout.dispatch}: the model {lacks}: leave it out"
         return None
 
     def _wrong_row(self, layout: Layout, mesh: Mesh) -> str | None:

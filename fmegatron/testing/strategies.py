@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fmegatron.errors import UserError
 from fmegatron.models import DecoderConfig
+from fmegatron.parallel.dispatch import BACKENDS
 from fmegatron.parallel.schedules import SCHEDULES
 from fmegatron.parallel.stages import format_layout, uneven
 from fmegatron.rules import CONTEXTS
@@ -86,6 +87,27 @@ def pipelines(model: Any, mesh: str) -> list[tuple[str, int | None, str]]:
     return found
 
 
+def foldings(model: Any, mesh: str, context: str = "gather") -> list[tuple[int, int]]:
+    """(ep, etp) that are legal for a model's experts on a mesh, the plainest first; (1, 1) alone without experts."""
+    program, layout = program_of(model), Layout(mesh)
+    if not program.has_experts:
+        return [(1, 1)]
+    stage = layout.inside.world
+    every = ((ep, etp) for ep in range(1, stage + 1) for etp in range(1, stage + 1) if stage % (ep * etp) == 0)
+    found = [
+        (ep, etp)
+        for ep, etp in every
+        if program.why_illegal(Layout(mesh, ep=ep, etp=etp, context=context)) is None or ep == etp == 1
+    ]
+    return sorted(found, key=lambda pair: (math.prod(pair), pair[1]))
+
+
+def dispatches(model: Any) -> tuple[str, ...]:
+    """The ways by which a model's tokens may reach its experts, the default first."""
+    others = tuple(b for b in BACKENDS if b != Layout().dispatch)
+    return (Layout().dispatch, *(others if program_of(model).has_dispatch else ()))
+
+
 def own_rules(model: Any, mesh: str) -> list[str]:
     """Rules of one's own that are legal for a model on a mesh, the plainest first (`Layout.rules`): what lies on tp left
     whole, or on a part of it, or on further axes; the batch on fewer data axes, in another order, or on tp and cp too."""
@@ -132,6 +154,7 @@ def layouts(
         raise UserError(f"axes={tuple(axes)}: only the engine processes runs pipelines: give engine='processes'")
     ways = functools.cache(lambda mesh: contexts(program, mesh))
     rows = functools.cache(lambda mesh: own_rules(program, mesh))
+    folded = functools.cache(lambda mesh, context: foldings(program, mesh, context))
 
     # As many numbers are drawn for every layout, whatever those before: a smaller one in the place of any is a layout too,
     # so that each option shrinks by itself.
@@ -154,8 +177,15 @@ def layouts(
         rules = one_of(rows(mesh) or [""]) if draw(st.booleans()) else ""
         if rules and zero and "tp" in sizes and draw(st.booleans()):
             store = "+".join([*(store.split("+") if store else Layout(mesh, zero=zero).store_axes), "tp"])
+        mesh = ",".join(f"{a}={sizes[a]}" for a in order) or mesh
+        # nothing is drawn where there are no experts
+        ep, etp = one_of(folded(mesh, context)) if program.has_experts else (1, 1)
+        dispatch = one_of(dispatches(program)) if program.has_dispatch else Layout().dispatch
         return Layout(
-            ",".join(f"{a}={sizes[a]}" for a in order) or mesh,
+            mesh,
+            ep=ep,
+            etp=etp,
+            dispatch=dispatch,
             rules=rules,
             sp=sp and "tp" in sizes,
             zero=zero,
@@ -208,4 +238,16 @@ def batches(draw: st.DrawFn, vocab: int, *, rows: int = 4, seq: int = 8) -> dict
     )
 
 
-__all__ = ["batches", "configs", "contexts", "layouts", "meshes", "own_rules", "pipelines", "remats", "stores"]
+__all__ = [
+    "batches",
+    "configs",
+    "contexts",
+    "dispatches",
+    "foldings",
+    "layouts",
+    "meshes",
+    "own_rules",
+    "pipelines",
+    "remats",
+    "stores",
+]

@@ -47,7 +47,11 @@ def planted(
     return Planted(mutant(name, bug, *edits, checks=checks), on, model)
 
 
-DISPATCH, ROUTES, LOSSES = "fmegatron.parallel.dispatch", "fmegatron.parallel.routing", "fmegatron.parallel.routing_losses"
+DISPATCH, ROUTES, LOSSES = (
+    "fmegatron.parallel.dispatch",
+    "fmegatron.parallel.routing",
+    "fmegatron.parallel.routing_losses",
+)
 EXPERTS, LAYER, RECORDS = "fmegatron.parallel.experts", "fmegatron.parallel.moe", "fmegatron.models.moe"
 EXCHANGE, RULES, DECODER = "fmegatron.exchange", "fmegatron.rules", "fmegatron.models.decoder"
 SEQ_RANKS = "(1 if sh.mesh is None else sh.mesh.size(sh.axes('seq*')))"
@@ -84,7 +88,11 @@ AUXILIARY = (
     planted(
         "the auxiliary loss is reported once a microbatch",
         "Megatron's log line adds up the means of the microbatches",
-        ("fmegatron.accumulate:Sums.__init__", "self.total: Any = None", "self.total, self.number = None, microbatches"),
+        (
+            "fmegatron.accumulate:Sums.__init__",
+            "self.total: Any = None",
+            "self.total, self.number = None, microbatches",
+        ),
         (
             "fmegatron.accumulate:Sums.finish",
             "s * as_factor(reciprocal(scale[name][0]), s)",
@@ -237,26 +245,15 @@ TRAVEL = (
     planted(
         "experts on ranks with the same tokens are not added up",
         "with tensor parallelism and no sequence parallelism each rank has its own experts' summand alone",
-        (f"{DISPATCH}:dispatched", "\"expert' emlp\"", '"emlp"'),
+        (f"{DISPATCH}:dispatched", '"expert\' emlp"', '"emlp"'),
         on="tp=2 ep=2",
     ),
 )
 # of the biases of the choice, after a step that moves them
 MOVED = (
     planted(
-        "the bias of the choice moves by a rank's own load",
-        "torchtitan #4154: counts are not reduced over the ranks of the sequence",
-        (
-            f"{LOSSES}:load",
-            'sh.sum(picked(experts, routed.scores.detach()), "batch seq* route -> batch route")',
-            "picked(experts, routed.scores.detach()).sum(1)",
-        ),
-        on="tp=2 sp",
-        model="MOVING",
-    ),
-    planted(
-        "the bias of the choice moves by the last rank's batch",
-        "the same over the ranks of the batch: counts of each rank's own rows",
+        "the bias of the choice moves by a rank's own rows",
+        "torchtitan #4154: counts are not reduced over the ranks of the batch",
         (f"{RECORDS}:record_terms", '"layer batch route -> layer route"', '"layer all_rows route -> layer route"'),
         on="dp=4",
         model="MOVING",
