@@ -94,8 +94,8 @@ class ExpertConfig:
     """Width of an expert; that of the dense feed-forward part where a dense preset becomes a mixture."""
     shared: int | None = None
     """Width of the expert that every token has beside its own; 0: none."""
-    dense_layers: tuple[int, ...] | None = None
-    """Indices of layers without experts."""
+    dense_layers: str | None = None
+    """Indices of layers without experts, such as 0,1."""
     scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] | None = None
     """Of the router's logits."""
     normalised: bool | None = None

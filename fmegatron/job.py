@@ -139,7 +139,10 @@ def check_experts(config: TrainConfig, sizes: DecoderConfig) -> None:
 
 
 def uneven_sizes(sizes: DecoderConfig) -> tuple[str, ...]:
-    """What need not divide by its ranks, as it is filled up: not the sequence where frequencies depend on its length."""
+    """What need not divide by its ranks, as it is filled up: not the sequence where frequencies depend on its length, and
+    neither batch nor sequence of a model with experts, whose routers would count what fills them up."""
+    if sizes.moe is not None:
+        return ("vocab", "mlp")
     by_length = isinstance(sizes.rope_scaling, DynamicNTKScaling | LongRoPEScaling)
     return ("batch", "vocab", "mlp") if by_length else ("batch", "seq", "vocab", "mlp")
 

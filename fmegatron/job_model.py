@@ -326,6 +326,14 @@ def _experts(config: TrainConfig, base: DecoderConfig, given: dict[str, Any]) ->
         asked["dtype"] = dtype_of(asked["dtype"])
     if asked.get("capacity") == 0:
         asked["capacity"] = None
+    if "dense_layers" in asked:
+        numbers = asked["dense_layers"].replace(",", " ").split()
+        if not all(n.isdigit() and int(n) < given.get("layers", base.layers) for n in numbers):
+            raise UserError(
+                f"--moe.dense-layers {asked['dense_layers']} must be indices of the {given.get('layers', base.layers)} "
+                "layers, such as 0,1"
+            )
+        asked["dense_layers"] = tuple(int(n) for n in numbers)
     form = {n: asked.pop(n) for n in ("mlp", "shared", "dense_layers") if n in asked}
     try:
         if base.moe is not None:

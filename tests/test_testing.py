@@ -84,7 +84,7 @@ def test_lines_that_mean_nothing_are_refused(line, message):
     ("line", "message"),
     [
         ("tp=4", "6 query heads, which do not divide by tp=4"),
-        ("ep=2", "nothing is divided over an axis 'ep'"),
+        ("xp=2", "nothing is divided over an axis 'xp'"),
         ("dp=2 rows=2 micro=2", "use fewer microbatches"),
     ],
 )

@@ -185,7 +185,7 @@ def test_second_derivatives_without_the_filling():
     labels = torch.tensor([0, 5, -1, 2, 3])
 
     def statistic(x, w, filling):
-        lse, target, _ = _LinearStatistics.apply(x, w, labels, filling, True, 2, 1.5, 0.9, 0.1 / 6, False, False)
+        lse, target, _ = _LinearStatistics.apply(x, w, labels, filling, None, True, 2, 1.5, 0.9, 0.1 / 6, False, False)
         return (lse.square() - target).sum()
 
     def product(w, v, filling):
