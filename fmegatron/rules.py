@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -156,8 +157,8 @@ _EXPERT_DIMS = ("expert", "emlp", "shared_mlp", "route", "choice", "all", "all_r
 
 def _expert_rows(mesh: Mesh, sequence_parallel: bool) -> dict[str, Axes]:
     """The rows of mixtures of experts: `expert` on ep and `emlp` (the experts' width) on etp; on tp where the mesh has
-    neither. Tokens among experts lie on the axes of the stream without these: batch' and seq' without both, batch'' and
-    seq'' without those of `emlp`; expert' are the axes of `expert` on which no token lies."""
+    neither. Tokens among experts lie on the first axes of the stream, up to one of these: batch' and seq' up to either,
+    batch'' and seq'' up to one of `emlp`; expert' are the axes of `expert` on which no token lies then."""
 
     def present(*names: str) -> tuple[str, ...]:
         found = mesh.expand([n for n in names if n in mesh.names or n in mesh.sizes])
@@ -168,9 +169,12 @@ def _expert_rows(mesh: Mesh, sequence_parallel: bool) -> dict[str, Axes]:
         emlp = present("tp")
     batch, seq = ("dp", "fsdp"), ("cp", "tp") if sequence_parallel else ("cp",)
 
-    def without(names: Iterable[str], some: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(a for n in names if n in mesh.names or n in mesh.sizes for a in mesh.expand(n) if a not in some)
+    def before(names: Iterable[str], some: tuple[str, ...]) -> tuple[str, ...]:
+        """The first axes of these names, up to one of `some`: a dim loses its last axes first."""
+        every = tuple(a for n in names if n in mesh.names or n in mesh.sizes for a in mesh.expand(n))
+        return tuple(itertools.takewhile(lambda a: a not in some, every))
 
+    among = before(batch, emlp) + before(seq, emlp)
     return {
         "expert": expert,
         "emlp": emlp,
@@ -180,9 +184,9 @@ def _expert_rows(mesh: Mesh, sequence_parallel: bool) -> dict[str, Axes]:
         "all": None,  # a sequence read whole, where decisions are made over it
         "all_rows": None,  # a batch read whole
         "layer": None,  # of statistics
-        "batch'": without(batch, expert + emlp),
-        "seq'": without(seq, expert + emlp),
-        "batch''": without(batch, emlp),
-        "seq''": without(seq, emlp),
-        "expert'": without(expert, without(batch + seq, ())),
+        "batch'": before(batch, expert + emlp),
+        "seq'": before(seq, expert + emlp),
+        "batch''": before(batch, emlp),
+        "seq''": before(seq, emlp),
+        "expert'": tuple(a for a in expert if a not in among),
     }
