@@ -71,7 +71,7 @@ class Routing:
     jitter: the router's input is multiplied by noise in [1 - jitter, 1 + jitter] (see `jittered`).
     capacity: an expert takes at most capacity · group's tokens · top_k ÷ experts of a group, rounded up; None: all.
         drop: which choices of a full expert are dropped, those of least weight or the last ones. Weights of the others
-        stay what they are. pad: experts work on as many rows as the capacity, whatever is routed.
+        stay what they are.
     force: replaces the choice, for benchmarks: "balanced" (experts in turn), "random" (in turn over tokens in random
         order), "skewed": `skewed_share` of the tokens in turn to the first `skewed_experts` experts (None: top_k), the
         others to all. Weights are the scores of those experts.
@@ -98,7 +98,6 @@ class Routing:
     jitter: float = 0.0
     capacity: float | None = None
     drop: Drop = "probability"
-    pad: bool = False
     force: Force | None = None
     skewed_share: float = 0.5
     skewed_experts: int | None = None
@@ -162,8 +161,6 @@ class Routing:
             )
 
     def _check_together(self) -> None:
-        if self.pad and self.capacity is None:
-            raise UserError("pad=True of routing needs capacity=…, to which experts are filled up")
         constant = self.normalised or (self.scores == "softmax" and not self.before)
         if self.top_k == 1 and constant and self.choose != "expert_choice" and not self.switch_loss:
             raise UserError(

@@ -589,7 +589,6 @@ BAD = {
     "capacity=0.0": {"capacity": 0.0},
     "z_loss=-1": {"z_loss": -1},
     "switch_loss=nan": {"switch_loss": math.nan},
-    "pad=True": {"pad": True},
     "skewed_experts=1": {"skewed_experts": 1},
     "capacity=1.0 with choose='sinkhorn'": {"choose": "sinkhorn", "capacity": 1.0},
     "capacity=1.0 with choose='expert_choice'": {"choose": "expert_choice", "capacity": 1.0},
