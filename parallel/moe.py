@@ -18,7 +18,9 @@ from torch import Tensor
 from fmegatron.context import Ctx
 from fmegatron.kernels.moe import wide_product
 from fmegatron.parallel.dispatch import Backend, dispatched
-from fmegatron.parallel.routing import Routed, Routing, jittered, route
+from fmegatron.parallel.routing import Routed, Routing, route
+from fmegatron.primitives import jittered
+from fmegatron.random import fold_in
 
 TO_ROUTE = "batch seq* embed, embed route -> batch seq* route"
 PADDING = -1  # the segment of tokens that are none: they are neither routed nor counted
@@ -54,7 +56,7 @@ def router(routing: Routing) -> Callable[[Mapping[str, Tensor], Tensor, Ctx], Ro
     def f(leaves: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> Routed:
         sh, dtype = ctx.sh, torch.promote_types(x.dtype, routing.dtype)
         if routing.jitter and ctx.key is not None:
-            x = jittered(x, routing.jitter, ctx.key, rows=ctx.rows, sh=sh)
+            x = jittered(x, routing.jitter, fold_in(ctx.key, "jitter"), rows=ctx.rows, sh=sh)
         if dtype == torch.float32 and x.dtype == leaves["router"].dtype != dtype:  # without the casts
             sides = TO_ROUTE.split(" -> ")
             logits = sh.primitive(wide_product, (x, leaves["router"]), sides[0].split(", "), sides[1])

@@ -24,16 +24,13 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import functional
 
 from fmegatron import random
 from fmegatron.errors import UserError
-from fmegatron.function import apply_function
 from fmegatron.kernels.moe import top_experts
-from fmegatron.primitives._function import cast, global_size, graph_wanted, sharded, wide
+from fmegatron.primitives._function import global_size
 from fmegatron.primitives.dropout import ANY_BATCH, ANY_SEQ
-from fmegatron.rules import base
 
 Scores = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["max", "top2"]
@@ -68,7 +65,7 @@ class Routing:
         2202.01169). It concerns the choice alone: weights are `scores` as ever (in Megatron-LM a sigmoid for top_k=1,
         else a softmax).
     dtype: of the router, float32 or float64; float64 logits stay float64.
-    jitter: the router's input is multiplied by noise in [1 - jitter, 1 + jitter] (see `jittered`).
+    jitter: the router's input is multiplied by noise in [1 - jitter, 1 + jitter] (see `fmegatron.primitives.jittered`).
     capacity: an expert takes at most capacity · group's tokens · top_k ÷ experts of a group, rounded up; None: all.
         drop: which choices of a full expert are dropped, those of least weight or the last ones. Weights of the others
         stay what they are.
@@ -287,89 +284,6 @@ def capacity_of(tokens: Any, routing: Routing) -> Any:
     share = Fraction(1) if routing.capacity is None else Fraction(routing.capacity).limit_denominator(10**6)
     each = routing.experts * share.denominator
     return (tokens * (routing.top_k * share.numerator) + (each - 1)) // each
-
-
-def jittered(
-    x: Tensor,
-    eps: float,
-    key: random.Key | None,
-    rows: Tensor | None = None,
-    sh: Any = None,
-    *,
-    dims: str = "batch seq* embed",
-) -> Tensor:
-    """x[dims], a router's input, with each element multiplied by a number that is uniform in [1 - eps, 1 + eps] (Fedus et
-    al., arXiv 2101.03961).
-
-    Numbers depend on the key and the global position alone, as those of `dropout`, and backward draws them again. rows:
-    int[batch], the global positions of x's rows where these are not those of `sh.index`. key: None, like an eps of 0,
-    gives x itself. Raises UserError for an eps outside of [0, 1) or dims that do not fit.
-    """
-    if not 0 <= eps < 1:
-        raise UserError(f"jitter={eps}: noise in [1 - jitter, 1 + jitter] takes a jitter of 0 or more and below 1")
-    if key is None or eps == 0:
-        return x
-    names = dims.split()
-    if len(names) != x.ndim:
-        raise UserError(f"jittered(dims={dims!r}) names {len(names)} dims, x has {x.ndim}: name each dim of x")
-    shape: list[int] = list(x.shape)
-    index: list[Tensor | None] = [None] * x.ndim
-    for dim, name in enumerate(names):
-        if dim == 0 and rows is not None:
-            shape[0], index[0] = ANY_BATCH, rows
-        elif sharded(sh, name):
-            shape[dim] = global_size(sh, name, x.shape[dim])
-            index[dim] = sh.index(name, shape[dim], device=x.device)
-        if base(name) == "seq":
-            shape[dim] = -(-shape[dim] // ANY_SEQ) * ANY_SEQ
-            if index[dim] is None:
-                index[dim] = torch.arange(x.shape[dim], device=x.device)
-    of, words = random.fold_in(key, "jitter").words, ()
-    if isinstance(of, Tensor):
-        of, words = None, (of,)  # type: ignore[assignment]
-    held = tuple(i is not None for i in index)
-    tensors = (*words, *(i for i in index if i is not None))
-
-    def multiply(x: Tensor) -> Tensor:
-        return apply_function(_Jitter, x, (eps, tuple(shape), held, of), *tensors)
-
-    return multiply(x) if sh is None else sh.primitive(multiply, (x,), (dims,), dims)
-
-
-class _Jitter(Function):
-    """(x, (eps, global shape, which dims have an index, key unless a tensor), key if a tensor, indices…) -> x · noise.
-
-    A linear map of x, its own transpose.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, static: Any, *tensors: Tensor) -> Tensor:
-        eps, shape, held, words = static
-        if words is None:
-            words, *tensors = tensors  # type: ignore[assignment]
-        given = iter(tensors)
-        index = [next(given) if h else None for h in held]
-        dtype = wide(x.dtype)
-        noise = random.uniform(
-            random.Key(words), shape, low=1 - eps, high=1 + eps, index=index, dtype=dtype, device=x.device
-        )
-        return cast(x.to(dtype) * noise, x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.static, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        tensors = ctx.saved_tensors
-        if graph_wanted():
-            gx = apply_function(_Jitter, g, ctx.static, *tensors)
-        else:
-            gx = _Jitter.forward(g, ctx.static, *tensors)
-        return gx, None, *[None] * len(tensors)
 
 
 # ------------------------------------------------------------------------------------------------------- the choice

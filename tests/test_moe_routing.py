@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fmegatron.checking import check
 from fmegatron.errors import UserError
 from fmegatron.mesh import make_mesh
-from fmegatron.parallel.routing import Routing, _balanced, capacity_of, jittered, route, top_experts
+from fmegatron.parallel.routing import Routing, _balanced, capacity_of, route, top_experts
 from fmegatron.parallel.routing_losses import load, switch_loss, updated_bias, z_loss
 from fmegatron.precision import Precision
+from fmegatron.primitives import jittered
 from fmegatron.random import key, to_tensor
 from fmegatron.rules import Rules
 from fmegatron.sharding import Sharding
@@ -493,7 +494,7 @@ def test_types_are_right_on_every_rule_table():
 
         def loss(params, batch, sh, routing=routing):
             w = sh.use(params["router"], spec["router"])
-            h = jittered(sh(batch["x"], "batch seq embed -> batch seq* embed"), 0.1, key(1), None, sh)
+            h = jittered(sh(batch["x"], "batch seq embed -> batch seq* embed"), 0.1, key(1), sh=sh)
             logits = sh.dot(h, w, "batch seq* embed, embed route -> batch seq* route")
             return results(logits, sh(batch["mask"], "batch seq -> batch seq*"), logits.detach(), routing, sh)[1]
 
@@ -514,7 +515,7 @@ def test_jitter():
     noise = noise.detach()
     close(jittered(x, 0.1, key(3)), x * noise, 0)
     close(jittered(x, 0.1, to_tensor(key(3))), x * noise, 0)
-    close(jittered(x[2:], 0.1, key(3), torch.tensor([2, 3])), (x * noise)[2:], 0)
+    close(jittered(x[2:], 0.1, key(3), rows=torch.tensor([2, 3])), (x * noise)[2:], 0)
     close(jittered(x[:, :5], 0.1, key(3)), (x * noise)[:, :5], 0)
     assert not torch.equal(jittered(x, 0.1, key(4)), x * noise)
     assert jittered(x, 0.1, None) is x and jittered(x, 0.0, key(3)) is x
@@ -522,7 +523,7 @@ def test_jitter():
     assert low.dtype == torch.bfloat16 and torch.allclose(low.double(), x * noise, rtol=0.02)
     with simulate(8):
         sh = sharding(*LAYOUTS["all of them"])
-        part = jittered(sh.shard(x, "batch seq* embed"), 0.1, key(3), None, sh)
+        part = jittered(sh.shard(x, "batch seq* embed"), 0.1, key(3), sh=sh)
         for a, b in zip(per_rank(part), per_rank(sh.shard(x * noise, "batch seq* embed")), strict=True):
             close(a, b, 0)
     with pytest.raises(UserError, match=r"jitter=1\.0"):

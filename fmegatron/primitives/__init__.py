@@ -4,7 +4,7 @@ compiled, under torch.func, and (where they mix or index along a dim) under `sh`
 from fmegatron.primitives.activation import clamped_swiglu, geglu, gelu, quick_gelu, relu2, swiglu
 from fmegatron.primitives.attention import attention, cu_seqlens_of, segments_of
 from fmegatron.primitives.cross_entropy import cross_entropy, linear_cross_entropy
-from fmegatron.primitives.dropout import dropout
+from fmegatron.primitives.dropout import dropout, jittered
 from fmegatron.primitives.embedding import embedding
 from fmegatron.primitives.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fmegatron.primitives.rotary import (
@@ -36,6 +36,7 @@ __all__ = [
     "cross_entropy",
     "cu_seqlens_of",
     "dropout",
+    "jittered",
     "embedding",
     "geglu",
     "gelu",

@@ -27,7 +27,9 @@ SURVIVORS_CORE: dict[str, str] = {
     "fmegatron.primitives.cross_entropy:_loss: (at >= 0) & (at < end) -> at < end": (
         "equivalent: every number below zero stands for no label"
     ),
-    "fmegatron.primitives.dropout:dropout: 0 -> 1": "equivalent: at a rate of 0 every element is kept and divided by 1",
+    "fmegatron.primitives.dropout:_by_position: 0 -> 1 #1": (
+        "equivalent: at a rate of 0 every element is kept and divided by 1"
+    ),
     # attention
     "fmegatron.parallel.context:context_attention: 'gather' -> 'ring'": "equivalent: without sharding the kind is not read",
     "fmegatron.parallel.context:_gathered: f'batch {seq} -> batch kvseq | {seq}' -> *": (

@@ -415,7 +415,7 @@ DROPOUT_AND_NORMS = (
         "one dropout mask for all parts of the sequence",
         "Megatron-LM #1256: for 16 months, as a context of the generator was dropped",
         (
-            f"{DROPOUT}:dropout",
+            f"{DROPOUT}:_by_position",
             "index[dim] = sh.index(name, shape[dim], device=x.device)",
             "index[dim] = torch.arange(x.shape[dim], device=x.device)",
         ),
