@@ -12,6 +12,8 @@ from fmegatron.random import Key
 from fmegatron.sharding import Sharding
 from fmegatron.tree import NAMESPACE
 
+PADDING = -1  # the segment of what is no token: what fills up a row or a batch
+
 
 @dataclass(frozen=True)
 class Ctx:

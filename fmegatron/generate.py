@@ -15,7 +15,7 @@ from fmegatron import checkpoint, random, tree
 from fmegatron.axes import parse_axes
 from fmegatron.checkpoint.ranks import is_first
 from fmegatron.config import PIPELINE, GenerateConfig
-from fmegatron.context import Ctx
+from fmegatron.context import PADDING, Ctx
 from fmegatron.data import load_tokenizer
 from fmegatron.errors import UserError
 from fmegatron.launch import close_distributed, init_distributed
@@ -32,7 +32,6 @@ from fmegatron.sharding import Sharding
 from fmegatron.spec import abstract
 
 AVERAGES = "opt.ema.ema"  # where a checkpoint's state has the moving average of the weights
-PADDING = -1  # the segment of the padding before short prompts, which no token sees
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ from fmegatron.models.fused import FUSED
 from fmegatron.models.upcycle import upcycled
 from fmegatron.offload import on_host
 from fmegatron.optim import Optimizer
-from fmegatron.padding import held_positions, overwritten
+from fmegatron.padding import held_positions, marked, overwritten
 from fmegatron.parallel.context import factoring
 from fmegatron.parallel.folding import expert_factoring
 from fmegatron.parallel.legality import FLAGS, check_layout, flags
@@ -139,10 +139,7 @@ def check_experts(config: TrainConfig, sizes: DecoderConfig) -> None:
 
 
 def uneven_sizes(sizes: DecoderConfig) -> tuple[str, ...]:
-    """What need not divide by its ranks, as it is filled up: not the sequence where frequencies depend on its length, and
-    neither batch nor sequence of a model with experts, whose routers would count what fills them up."""
-    if sizes.moe is not None:
-        return ("vocab", "mlp")
+    """What need not divide by its ranks, as it is filled up: not the sequence where frequencies depend on its length."""
     by_length = isinstance(sizes.rope_scaling, DynamicNTKScaling | LongRoPEScaling)
     return ("batch", "vocab", "mlp") if by_length else ("batch", "seq", "vocab", "mlp")
 
@@ -344,7 +341,7 @@ class Batches:
 
     def __init__(self, config: TrainConfig, setup: Setup) -> None:
         sh = setup.sh
-        self.size, self.device = config.batch.size, setup.device
+        self.size, self.seq_len, self.sh, self.device = config.batch.size, config.batch.seq_len, sh, setup.device
         self.rows, self.no_rows = held_positions(config.batch.size, "batch", sh)
         self.columns, self.no_columns = held_positions(config.batch.seq_len, "seq", sh)
 
@@ -359,6 +356,7 @@ class Batches:
             yield self._placed(batch)
 
     def _placed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        batch = marked(batch, self.size, self.seq_len, self.sh)
         batch = overwritten(batch, self.no_rows, self.no_columns)
         return to_device(batch, self.device)
 

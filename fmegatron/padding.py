@@ -3,7 +3,8 @@
     batch = shard_batch(batch, sh)          # a global batch -> this rank's part, of one shape on every rank
 
 Rows are added behind the last one and tokens behind the last one of each row, with labels that have no loss. Under a
-causal mask no token sees them; `segments`, where a batch has them, put them into a document of their own.
+causal mask no token sees them; `segments`, where a batch has them, put them into a document of their own. What mixes
+tokens otherwise, as experts do, reads `real`[batch seq], which tells them apart in a batch that is filled up.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fmegatron.rules import base
 from fmegatron.sharding import Sharding
 
 # What fills up each tensor of a batch: no loss, no document.
-FILLING: dict[str, Any] = {"tokens": 0, "labels": -100, "mask": 0, "segments": -1, "positions": 0}
+FILLING: dict[str, Any] = {"tokens": 0, "labels": -100, "mask": 0, "segments": -1, "positions": 0, "real": False}
 
 
 def divisible_size(n: int, dim: str, sh: Sharding) -> int:
@@ -33,6 +34,12 @@ def divisible_size(n: int, dim: str, sh: Sharding) -> int:
         of.append(2 * sh.mesh.size(sh.mesh.expand(sh.rules.zigzag[dim])))
     each = math.lcm(*of)
     return -(-n // each) * each
+
+
+def marked(batch: Mapping[str, Any], rows: int, seq: int, sh: Sharding) -> dict[str, Any]:
+    """The batch, global or local, with `real`, true everywhere so far, if one of so many rows and tokens is filled up."""
+    filled = divisible_size(rows, "batch", sh) > rows or divisible_size(seq, "seq", sh) > seq
+    return {"real": torch.ones_like(batch["tokens"], dtype=torch.bool), **batch} if filled else dict(batch)
 
 
 def shard_batch(
@@ -50,6 +57,9 @@ def shard_batch(
     Raises UserError for a tensor that would have to be filled up without a value for it.
     """
     values, found = {**FILLING, **(filling or {})}, {}
+    if "tokens" in batch and (dims or {}).get("tokens", "batch seq") == "batch seq":
+        rows, seq = batch["tokens"].shape
+        batch = marked(batch, rows, seq, sh)
     for name, x in batch.items():
         if not tree.is_tensor(x) or x.ndim == 0:
             found[name] = x

@@ -27,7 +27,7 @@ from fmegatron.errors import UserError
 from fmegatron.initializers import Normal, Ones, Zeros
 from fmegatron.models import mla
 from fmegatron.models.config import DecoderConfig
-from fmegatron.models.fused import own_rows, split_qkv
+from fmegatron.models.fused import SHARED, own_rows, split_qkv
 from fmegatron.models.moe import (
     add_records,
     expert_spec,
@@ -167,7 +167,7 @@ class Decoder:
         else:
             found |= expert_spec(c.moe, embed=c.embed, gated=c.activation in GATED, std=std, out=out)
             if c.moe.shared:
-                found |= self._mlp_spec("shared_", c.moe.shared, std, out)
+                found |= self._mlp_spec(SHARED, c.moe.shared, std, out)
         if c.norm_place != "pre":
             found |= self._norm_spec("norm2_post")
         return found
@@ -243,6 +243,7 @@ class Decoder:
                     positions, c.turned, base=base, scaling=scaling, length=length, dtype=dtype
                 )
         if c.moe is not None:
+            extras |= {"real": batch["real"]} if "real" in batch else {}
             extras["expert_layers"] = torch.eye(len(c.moe.layers(c.layers)), device=tokens.device)
         return ctx.replace(positions=positions, segments=batch.get("segments", ctx.segments), extras=extras)
 
@@ -369,7 +370,7 @@ class Decoder:
         rest = {"tokens": tokens, **batch}
         ctx = self.context(rest, ctx or Ctx())
         x = self._stack(params["layers"], self.embed(params, rest, ctx), ctx)
-        return self._logits(params, self._stream(x), ctx)
+        return self.unembed(params, self._stream(x), ctx)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations of forward and backward per token: 6 per element of a matrix that a token meets,
@@ -419,7 +420,10 @@ class Decoder:
 
     def unembed(self, params: Mapping[str, Any], x: Tensor, ctx: Ctx) -> Tensor:
         """stream[batch seq* embed] -> logits[batch seq vocab] (each rank its part of the vocabulary)."""
-        return self._logits(params, x, ctx)
+        h, table = self._last(self._ahead(params, self._back, ctx)(), x, ctx)
+        y = ctx.sh.dot(h, table, TO_LOGITS, name="head")
+        cap = self.config.logit_softcap
+        return y if cap is None else cap * torch.tanh(y / cap)
 
     # ----------------------------------------------------------------------------------------------------- the block
 
@@ -519,7 +523,7 @@ class Decoder:
         )
         y, routed = layer(p, x, ctx)
         if sizes.shared:
-            shared = self._feed_forward(p, x, ctx, "shared_")
+            shared = self._feed_forward(p, x, ctx, SHARED)
             if sizes.shared_gate:
                 shared = shared * torch.sigmoid((x * p["shared_weight"]).sum(-1, keepdim=True))
             y = y + shared
@@ -600,12 +604,6 @@ class Decoder:
     def _last(self, used: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         """(the normed stream in the region of the vocabulary, the output matrix [vocab embed])."""
         return ctx.sh(self._norm(used, "norm", x), ENTER_VOCAB), used["embed" if self.config.tied else "head"]
-
-    def _logits(self, params: Mapping[str, Any], x: Tensor, ctx: Ctx) -> Tensor:
-        h, table = self._last(self._ahead(params, self._back, ctx)(), x, ctx)
-        y = ctx.sh.dot(h, table, TO_LOGITS, name="head")
-        cap = self.config.logit_softcap
-        return y if cap is None else cap * torch.tanh(y / cap)
 
 
 @functools.cache

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from fmegatron.accumulate import Term, Weight
-from fmegatron.context import Ctx
+from fmegatron.context import PADDING, Ctx
 from fmegatron.errors import UserError
 from fmegatron.initializers import Normal, Zeros
-from fmegatron.parallel.moe import PADDING
 from fmegatron.parallel.routing import Routed, Routing
 from fmegatron.parallel.routing_losses import load, switch_loss, updated_bias, z_loss
 from fmegatron.sharding import Sharding
@@ -160,7 +159,8 @@ def load_metrics(stats: Mapping[str, Tensor] | None, config: Any) -> dict[str, T
 def record_weights(batch: Mapping[str, Tensor], moe: MoE) -> dict[str, Weight]:
     """Of these terms: the tokens that are some, and the coefficients."""
     segments = batch.get("segments")
-    real = torch.ones_like(batch["tokens"], dtype=torch.bool) if segments is None else segments != PADDING
+    real = batch.get("real", torch.ones_like(batch["tokens"], dtype=torch.bool))  # False: only fills up a part
+    real = real if segments is None else real & (segments != PADDING)
     every = {
         "balance": Weight(real, "batch seq", moe.routing.switch_loss),
         "router_z": Weight(real, "batch seq", moe.routing.z_loss),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fmegatron.context import Ctx
+from fmegatron.context import PADDING, Ctx
 from fmegatron.kernels.moe import wide_product
 from fmegatron.parallel.dispatch import Backend, dispatched
 from fmegatron.parallel.routing import Routed, Routing, route
@@ -23,7 +23,6 @@ from fmegatron.primitives import jittered
 from fmegatron.random import fold_in
 
 TO_ROUTE = "batch seq* embed, embed route -> batch seq* route"
-PADDING = -1  # the segment of tokens that are none: they are neither routed nor counted
 
 
 def moe(
@@ -75,6 +74,9 @@ def real_tokens(ctx: Ctx, shape: torch.Size) -> Tensor | None:
     sh, found = ctx.sh, None
     if ctx.segments is not None:
         found = sh(ctx.segments != PADDING, "batch seq -> batch seq*")
+    if (real := (ctx.extras or {}).get("real")) is not None:  # see `fmegatron.padding`
+        real = sh(real, "batch seq -> batch seq*")
+        found = real if found is None else found & real
     for dim, at in (("batch", 0), ("seq*", 1)):
         if (n := sh.uneven_size(dim)) is not None:  # some positions only fill up a part
             held = sh.index(dim, n, device=None if found is None else found.device) >= 0

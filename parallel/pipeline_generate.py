@@ -123,8 +123,7 @@ class _OverStages:
         last = pipe.table.placement[pipe.last]
         y = None
         if last == pipe.rank:
-            own = getattr(self.model, "unembed", None) or self.model._logits
-            y = own(params, x, ctx)
+            y = self.model.unembed(params, x, ctx)
             if ctx.sh.mesh is not None:
                 y = ctx.sh(y, "batch seq vocab -> batch seq vocab*")
                 y = y[..., : ctx.sh.rules.uneven.get("vocab", y.shape[-1])].contiguous()
@@ -145,5 +144,3 @@ class _OverStages:
             group = pipe.mesh.process_group(others)
             dist.broadcast(y, dist.get_global_rank(group, 0), group=group)
         return y
-
-    _stack, _logits = stack, unembed  # as a model may call its own

@@ -208,6 +208,7 @@ DRAWN = [
     ("by probability", "dp=2,tp=2 sp ep=4"),
     ("by probability", "tp=2 sp"),
     ("by position", "cp=2,dp=2 ep=4"),
+    ("by probability", "cp=2 odd"),  # what fills up a batch is not routed
     ("biases", "dp=2,cp=2 ep=2 zero=3 micro=2"),
     ("mixed", "dp=2,tp=2 ep=2 etp=2 zero=1 dispatch=all-gather"),
     ("expert choice", "cp=2,tp=2 sp ep=2"),

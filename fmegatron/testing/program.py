@@ -301,7 +301,7 @@ class Program:
                 "no parameter has a dim `vocab`: give batch=, a function (rows, seq, seed) -> dict of tensors"
             )
         empty = max(1, -(-rows // layout.data // layout.micro))
-        made = make_batch(
+        return make_batch(
             self.sizes["vocab"],
             rows,
             seq,
@@ -310,10 +310,6 @@ class Program:
             empty=min(empty, rows - 1),
             seed=seed,
         )
-        if self.has_experts and (layout.odd or layout.rows or layout.seq) and "segments" not in made:
-            # by which experts tell what only fills up a rank's part: it must not be routed
-            made["segments"] = torch.zeros_like(made["tokens"])
-        return made
 
     def dims_of(self, name: str, x: Tensor) -> str:
         """The dims of one tensor of the batch."""
