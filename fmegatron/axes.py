@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fmegatron.errors import UserError
 
+PIPELINE = "pp"  # the axis on which a model's layers lie
+
 
 def parse_axes(text: str, *, argument: str = "mesh") -> dict[str, int]:
     """ "dp=2,tp=4" -> {"dp": 2, "tp": 4}. Raises UserError naming the argument."""

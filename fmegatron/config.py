@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from fmegatron.axes import parse_axes
+from fmegatron.axes import PIPELINE, parse_axes
 from fmegatron.errors import UserError
 
 SETTINGS = "config.toml"  # in a run's folder, what its settings were
-PIPELINE = "pp"  # the axis on which a model's layers lie
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fmegatron import checkpoint, random, tree
-from fmegatron.axes import parse_axes
+from fmegatron.axes import PIPELINE, parse_axes
 from fmegatron.checkpoint.ranks import is_first
-from fmegatron.config import PIPELINE, GenerateConfig
+from fmegatron.config import GenerateConfig
 from fmegatron.context import PADDING, Ctx
 from fmegatron.data import load_tokenizer
 from fmegatron.errors import UserError

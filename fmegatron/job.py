@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fmegatron import random
-from fmegatron.axes import parse_axes
+from fmegatron.axes import PIPELINE, parse_axes
 from fmegatron.config import TrainConfig
 from fmegatron.data import TokenDataset, eval_batches
 from fmegatron.errors import UserError
@@ -40,7 +40,7 @@ from fmegatron.offload import on_host
 from fmegatron.optim import Optimizer
 from fmegatron.padding import held_positions, marked, overwritten
 from fmegatron.parallel.context import factoring
-from fmegatron.parallel.folding import expert_factoring
+from fmegatron.parallel.folding import expert_factoring, problem_of_experts
 from fmegatron.parallel.legality import FLAGS, check_layout, flags
 from fmegatron.parallel.pipeline import Pipeline, inside_stage, pipeline
 from fmegatron.parallel.schedules import make_schedule
@@ -55,7 +55,6 @@ from fmegatron.spec import describe as describe_spec
 from fmegatron.step import TrainState, train_step
 from fmegatron.zero import with_sharded_state
 
-PIPELINE = "pp"  # the mesh axis on which layers lie
 HOST = ":host"  # behind a name of --remat: what is kept goes to host memory
 
 
@@ -119,23 +118,20 @@ def check_sizes(config: TrainConfig, world: int, sizes: DecoderConfig) -> None:
     )
 
 
-def check_experts(config: TrainConfig, sizes: DecoderConfig) -> None:
+def check_experts(config: TrainConfig, world: int, sizes: DecoderConfig) -> None:
     """Raises UserError for numbers of ranks that cannot share out a model's experts, or their width."""
     moe = sizes.moe
-    if moe is None:
-        if (config.ep, config.etp) != (1, 1):
-            raise UserError(
-                f"--ep {config.ep} --etp {config.etp} are for a model with experts: add --moe.experts, or leave them out"
-            )
-        return
-    for flag, ranks, what, size in (
-        ("--ep", config.ep, "experts (--moe.experts)", moe.routing.experts),
-        ("--etp", config.etp, "wide experts (--moe.mlp)", moe.mlp),
-    ):
-        if size % ranks:
-            legal = [n for n in range(1, size + 1) if size % n == 0]
-            near = min(legal, key=lambda n: abs(n - ranks))
-            raise UserError(f"{flag} {ranks} does not divide {size} {what}: use {flag} {near}, or another size")
+    wrong = problem_of_experts(
+        ranks=world // parse_axes(mesh_axes(config, world), argument="--mesh").get(PIPELINE, 1),
+        ep=config.ep,
+        etp=config.etp,
+        experts=None if moe is None else moe.routing.experts,
+        width=None if moe is None else moe.mlp,
+        ep_flag="--ep ",
+        etp_flag="--etp ",
+    )
+    if wrong is not None:
+        raise UserError(wrong)
 
 
 def uneven_sizes(sizes: DecoderConfig) -> tuple[str, ...]:
@@ -164,7 +160,7 @@ def make_setup(
     """
     sizes = sizes or model_config(config, None)
     check_sizes(config, world, sizes)
-    check_experts(config, sizes)
+    check_experts(config, world, sizes)
     axes = mesh_axes(config, world)
     also = (
         *factoring(axes, config.cp, heads=sizes.heads, kv_heads=sizes.kv_heads, argument="--mesh"),

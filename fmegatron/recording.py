@@ -50,9 +50,13 @@ def note_collective(kind: str, axes: Sequence[str], ranks: int, x: torch.Tensor)
     """Called where a collective is issued; does nothing unless a record is open, nothing in a compiled graph
     (`fmegatron.testing.ledger` counts those), and nothing where shapes alone are asked for."""
     if not torch.compiler.is_compiling() and _open and not isinstance(x, FakeTensor):
-        made = Collective(kind, tuple(axes), ranks, x.numel(), x.dtype)
-        for record in _open:
-            record.append(made)
+        note(Collective(kind, tuple(axes), ranks, x.numel(), x.dtype))
+
+
+def note(collective: Collective) -> None:
+    """Adds a collective to the open records."""
+    for record in _open:
+        record.append(collective)
 
 
 def by_axes(found: Iterable[Collective]) -> dict[tuple[str, ...], list[Collective]]:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 
-from fmegatron.axes import parse_axes
+from fmegatron.axes import PIPELINE, parse_axes
 from fmegatron.errors import UserError
-
-PIPELINE = "pp"
 
 
 def expert_factoring(axes: str, *, ep: int = 1, etp: int = 1, argument: str = "mesh") -> tuple[str, ...]:
@@ -48,3 +46,31 @@ def expert_factoring(axes: str, *, ep: int = 1, etp: int = 1, argument: str = "m
     if order[-1] == PIPELINE:
         return (f"{expert},pp={sizes[PIPELINE]}",)
     raise UserError(f"{argument} {axes!r} has pp between other axes: with experts on ranks put it first")
+
+
+def problem_of_experts(
+    *,
+    ranks: int,
+    ep: int,
+    etp: int,
+    experts: int | None,
+    width: int | None,
+    ep_flag: str = "ep=",
+    etp_flag: str = "etp=",
+) -> str | None:
+    """Why so many ranks of a stage cannot share out a model's experts (ep) or their width (etp), as a sentence that names the
+    nearest numbers that can; None if they can. experts, width: None for a model without."""
+    for flag, value, size, what, other in (
+        (ep_flag, ep, experts, "experts", etp),
+        (etp_flag, etp, width, "features of an expert", ep),
+    ):
+        if value == 1:
+            continue
+        if size is None:
+            return f"{flag}{value}: the model has no experts, which would lie on it: leave it out"
+        if size % value:
+            legal = [n for n in range(1, size + 1) if size % n == 0 and ranks % (n * other) == 0]
+            below, above = [n for n in legal if n < value][-1:], [n for n in legal if n > value][:1]
+            near = " or ".join(f"{flag}{n}" for n in (*below, *above)) or f"{flag}1"
+            return f"{flag}{value} does not divide {size} {what}: use {near}"
+    return None

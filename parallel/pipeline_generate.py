@@ -65,9 +65,10 @@ def _undivided(pipe: Any, sh: Sharding) -> Sharding:
         return sh
     key = ("undivided", id(sh))
     if key not in pipe._cache:
-        whole = dict.fromkeys(("batch", "seq", "seq*", "vocab*"))
+        whole = dict.fromkeys(("batch", "seq", "seq*", "vocab*", "batch'", "seq'", "batch''", "seq''"))
         uneven = {n: size for n, size in sh.rules.uneven.items() if n not in whole}
-        rules = dataclasses.replace(sh.rules, compute={**sh.rules.compute, **whole}, zigzag={}, uneven=uneven)
+        compute = {**sh.rules.compute, **whole, "expert'": sh.rules.compute.get("expert")}
+        rules = dataclasses.replace(sh.rules, compute=compute, zigzag={}, uneven=uneven)
         pipe._cache[key] = sh, dataclasses.replace(sh, rules=rules, _plans={})  # and sh, whose id it is
     return pipe._cache[key][1]
 
@@ -130,12 +131,13 @@ class _OverStages:
             y = y.contiguous()
         if pipe.group is not None:
             source = dist.get_global_rank(pipe.group, last)
-            if "logits" not in cache:
+            key = ("logits", ctx.sh.precision)
+            if key not in cache:
                 box = [None if y is None else (y.shape[-1], y.dtype)]
                 dist.broadcast_object_list(box, source, group=pipe.group)
-                cache["logits"] = box[0]
+                cache[key] = box[0]
             if y is None:
-                vocab, dtype = cache["logits"]
+                vocab, dtype = cache[key]
                 y = torch.empty((*x.shape[:-1], vocab), dtype=dtype, device=pipe.mesh.device)
             dist.broadcast(y, source, group=pipe.group)
         assert y is not None

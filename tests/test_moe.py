@@ -257,8 +257,8 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ep": 2}, "--ep 2 --etp 1 are for a model with experts"),
-        ({"moe": ExpertConfig(experts=6), "ep": 4}, r"--ep 4 does not divide 6 experts \(--moe.experts\): use --ep 3"),
+        ({"ep": 2}, "--ep 2: the model has no experts, which would lie on it: leave it out"),
+        ({"moe": ExpertConfig(experts=6), "ep": 4}, "--ep 4 does not divide 6 experts: use --ep 2"),
         ({"moe": ExpertConfig(experts=4, top_k=5)}, "--moe: top_k=5 of routing must be an int of 1 or more, at most 4"),
         (
             {"moe": ExpertConfig(top_k=2)},

@@ -18,6 +18,7 @@ from fmegatron.errors import UserError
 from fmegatron.generate import generate_tokens, load_run, run_here
 from fmegatron.initializers import Normal
 from fmegatron.models import Decoder, save_hf
+from fmegatron.parallel.folding import expert_factoring
 from fmegatron.parallel.pipeline import inside_stage
 from fmegatron.precision import Precision
 from fmegatron.rules import standard_rules
@@ -343,3 +344,25 @@ def test_the_command_starts_its_processes(folder, capfd) -> None:
         assert cli.main([*common, "--device", "cpu", *more]) == 0
         texts.append(capfd.readouterr().out)
     assert texts[0] == texts[1] and texts[0].startswith("def")
+
+
+EXPERTS = Decoder(small_config("mixtral", heads=4, kv_heads=2))
+
+
+def _with_experts(axes, ep, etp):
+    mesh = make_mesh(axes, also=expert_factoring(axes, ep=ep, etp=etp), kv_heads=2, device="cpu")
+    sh = inside_stage(Sharding(mesh, standard_rules(mesh), precision=FLOAT64.precision), EXPERTS.spec())
+    pipe = pipeline(EXPERTS, make_schedule("gpipe", 2, 1), mesh=mesh)
+    params = init(pipe.spec, key(0), sh=sh)
+    cache = pipe.cache(2, 8, dtype=torch.float64, device="cpu", sh=sh)
+    return pipe.cached(params, torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]), cache, 0, Ctx(sh=sh))
+
+
+@pytest.mark.parametrize("layout", [("pp=2,dp=2", 2, 1), ("pp=2,tp=2", 2, 1)])
+def test_experts_over_ranks_of_a_stage_generate_what_one_device_does(layout):
+    """The rows of a prompt are whole on every rank, whatever the experts lie on."""
+    sh = FLOAT64
+    params, ids = init(EXPERTS.spec(), key(0), sh=sh), torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
+    want = EXPERTS.cached(params, ids, EXPERTS.cache(2, 8, dtype=torch.float64), 0, Ctx(sh=sh))
+    for found in processes(4).run(_with_experts, *layout):
+        torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-12)

@@ -255,3 +255,16 @@ def test_refusals():
     some = dataclasses.replace(some, compute={**some.compute, "vocab'": "tp_kv"})
     with pytest.raises(ShardingError, match="would keep tp_kv of them"):
         Sharding(nested, some)._plan_move("batch seq vocab -> batch seq vocab'")
+
+
+def test_a_second_backward_of_a_tapped_loss_makes_its_logits_again():
+    """The gradient by logits takes the memory of the kept probabilities, once."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 6))
+    root = torch.zeros((), dtype=torch.float64).expand(5, 6).requires_grad_()
+    labels = torch.tensor([0, 5, -1, 2, 3])
+    lse, target, _ = _LinearStatistics.apply(x, w, labels, None, root, True, 2, None, 1.0, 0.0, True, False)
+    value = (lse.square() - target).sum()
+    first = [g.clone() for g in torch.autograd.grad(value, [x, root], retain_graph=True)]
+    again = torch.autograd.grad(value, [x, root])
+    torch.testing.assert_close(again, tuple(first), rtol=0, atol=1e-14)

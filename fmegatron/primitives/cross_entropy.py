@@ -329,7 +329,9 @@ class _LinearStatistics(Function):
         args = x, w, labels, filling, g_lse, g_target
         g = None
         if need_logits:
-            gx, gw, g = _with_logits(args, lse, target, kept if keep else None, *options, need_x, need_w, fast)
+            once = kept if keep and not ctx.overwritten else None  # see below
+            ctx.overwritten = ctx.overwritten or once is not None
+            gx, gw, g = _with_logits(args, lse, target, once, *options, need_x, need_w, fast)
         elif graph_wanted():
             gx, gw = apply_function(_LinearStatisticsBackward, *args, *options)
         elif keep and not ctx.overwritten:
@@ -567,8 +569,7 @@ def _with_logits(
     chunk: int,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gx, gw, the gradient by all logits in x's dtype): in a chunk as large as all tokens, or in place of the kept
-    probabilities."""
+    """(gx, gw, the gradient by all logits in x's dtype, in memory of that size, or in place of the kept probabilities)."""
     x, w, labels, filling, g_lse, g_target = args
     *form, need_x, need_w, fast = rest
     if kept is not None:

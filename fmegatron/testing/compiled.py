@@ -42,12 +42,8 @@ def one_rank_of(world: int) -> Iterator[None]:
 
 
 def counting(backend: str, mesh: Mesh) -> Callable[..., Any]:
-    """A backend that runs graphs as `backend` does, and each time adds their collectives to the open records. Raises
-    UserError for one that it does not know."""
-    if backend not in BACKENDS:
-        raise UserError(
-            f"compile={backend!r}: collectives are counted in graphs of the backend {' or '.join(BACKENDS)}"
-        )
+    """A backend that runs graphs as `backend`, one of `BACKENDS`, does, and each time adds their collectives to the open
+    records."""
     compile = importlib.import_module("functorch.compile")
     from torch._dynamo.backends.common import aot_autograd
 
@@ -55,8 +51,8 @@ def counting(backend: str, mesh: Mesh) -> Callable[..., Any]:
         inside = list(collectives_in(graph, mesh))
 
         def run(*args: Any) -> Any:
-            for record in recording._open:
-                record.extend(inside)
+            for collective in inside:
+                recording.note(collective)
             return graph.forward(*args)
 
         return compile.make_boxed_func(run)
@@ -75,9 +71,12 @@ def collectives_in(graph: torch.fx.GraphModule, mesh: Mesh) -> Iterator[Collecti
         name = str(getattr(node.target, "_schema", None) and node.target._schema.name or "")
         if node.op != "call_function" or not name.startswith("_c10d_functional::"):
             continue
-        kind = KINDS.get(name.split("::")[1])
-        if kind is None:  # a wait
+        operation = name.split("::")[1]
+        if operation == "wait_tensor":
             continue
+        if operation not in KINDS:
+            raise UserError(f"a compiled block runs {name}, which the ledger does not know: use eager blocks")
+        kind = KINDS[operation]
         value, axes = node.args[0].meta["val"], _axes(node.args[-1], mesh)
         yield Collective(kind, axes, mesh.size(axes), value.numel(), value.dtype)
 

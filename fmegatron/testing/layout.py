@@ -9,16 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fmegatron.axes import parse_axes
+from fmegatron.axes import PIPELINE, parse_axes
 from fmegatron.errors import UserError
 from fmegatron.parallel.dispatch import BACKENDS
-from fmegatron.parallel.own_rows import format_rows, parse_rows
 from fmegatron.parallel.schedules import SCHEDULES
 from fmegatron.rules import CONTEXTS
+from fmegatron.testing.own_rows import format_rows, parse_rows
 
 DATA = ("dp", "fsdp")  # axes that divide the batch
 STORES = (*DATA, "cp")  # axes over which parameters are used alike, so that they can hold trees at rest
-PIPELINE = "pp"  # the axis on which a model's layers lie
 MASKS = ("full", "uneven", "padded", "row", "none")
 
 

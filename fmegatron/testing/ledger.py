@@ -17,7 +17,7 @@ from fmegatron.precision import Precision
 from fmegatron.recording import Collective, record_collectives
 from fmegatron.simulation import simulate
 from fmegatron.step import TrainState, train_step
-from fmegatron.testing.compiled import counting, one_rank_of
+from fmegatron.testing.compiled import BACKENDS, counting, one_rank_of
 from fmegatron.testing.engines import check_engine
 from fmegatron.testing.layout import Layout
 from fmegatron.testing.program import Program, program_of
@@ -114,6 +114,10 @@ def ledger(
     if (why := program.why_illegal(layout, propose=True)) is not None:
         raise UserError(f"layout {layout} is not legal for this model: {why}")
     check_engine("simulated", layout, "cpu")
+    if optimizer not in ("adamw", "muon") or (optimizer == "muon" and part == "gradients"):
+        raise UserError(f'optimizer={optimizer!r} with part={part!r}: use "adamw", or "muon" for a whole "step"')
+    if compile is not None and compile not in BACKENDS:
+        raise UserError(f"compile={compile!r}: collectives are counted in graphs of the backend {' or '.join(BACKENDS)}")
     if layout.world == 1:
         return Ledger(layout, ())
     precision = precision or Precision()

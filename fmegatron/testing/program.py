@@ -20,9 +20,8 @@ from fmegatron.context import Ctx
 from fmegatron.errors import ShardingError, UserError
 from fmegatron.mesh import Mesh, make_mesh
 from fmegatron.parallel.context import factoring
-from fmegatron.parallel.folding import expert_factoring
+from fmegatron.parallel.folding import expert_factoring, problem_of_experts
 from fmegatron.parallel.legality import WORDS, Choice, check_layout
-from fmegatron.parallel.own_rows import problem_of_rows, with_rows
 from fmegatron.parallel.pipeline import Ends, Pipeline, find_ends, inside_stage, pipeline
 from fmegatron.parallel.schedules import make_schedule
 from fmegatron.parallel.stages import parse_layout
@@ -33,6 +32,7 @@ from fmegatron.sharding import Sharding
 from fmegatron.spec import init, params_of
 from fmegatron.testing.batches import make_batch
 from fmegatron.testing.layout import PIPELINE, Layout
+from fmegatron.testing.own_rows import problem_of_rows, with_rows
 
 WHOLE = ("kv", "group")  # dims whose parts are of one size on every layout
 NOISE = 0.3  # standard deviation of what is added to initial values, so that no norm or bias is trivially right
@@ -238,21 +238,16 @@ class Program:
 
     def _wrong_experts(self, layout: Layout) -> str | None:
         """What is wrong with how the layout spreads experts and sends tokens to them; None if nothing is."""
-        plain = Layout()
-        for name, dim, what in (("ep", "expert", "experts"), ("etp", "emlp", "an expert's width of")):
-            value, size = getattr(layout, name), self.sizes.get(dim)
-            if value == 1:
-                continue
-            if size is None:
-                return f"{name}={value}: the model has no dim {dim!r}, which would lie on it: leave {name} out"
-            if size % value:
-                other = layout.ep * layout.etp // value
-                legal = [n for n in range(1, size + 1) if size % n == 0 and layout.inside.world % (n * other) == 0]
-                below, above = [n for n in legal if n < value][-1:], [n for n in legal if n > value][:1]
-                near = " or ".join(f"{name}={n}" for n in (*below, *above))
-                has = f"{size} {what}" if name == "ep" else f"{what} {size}"
-                return f"{name}={value} does not divide {has}: use {near}"
-        if layout.dispatch != plain.dispatch and not self.has_dispatch:
+        wrong = problem_of_experts(
+            ranks=layout.inside.world,
+            ep=layout.ep,
+            etp=layout.etp,
+            experts=self.sizes.get("expert"),
+            width=self.sizes.get("emlp"),
+        )
+        if wrong is not None:
+            return wrong
+        if layout.dispatch != Layout.dispatch and not self.has_dispatch:
             lacks = "has no field `dispatch`" if self.has_experts else "has no experts"
             return f"dispatch={layout.dispatch}: the model {lacks}: leave it out"
         return None
