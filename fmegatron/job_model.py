@@ -315,6 +315,8 @@ def _changes(config: TrainConfig, base: DecoderConfig) -> dict[str, Any]:
 def _experts(config: TrainConfig, base: DecoderConfig, given: dict[str, Any]) -> MoE | None:
     """The experts that --moe.* asks for; None where it says nothing. Raises UserError for settings that do not fit."""
     asked = {f.name: v for f in dataclasses.fields(ExpertConfig) if (v := getattr(config.moe, f.name)) is not None}
+    if base.moe is not None and base.moe.mlp == base.mlp and "mlp" in given:
+        asked.setdefault("mlp", given["mlp"])  # where a family has one field for both
     if not asked:
         return None
     if base.moe is None and "experts" not in asked:

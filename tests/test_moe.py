@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fmegatron as fm
-from fmegatron import job
-from fmegatron.config import ExpertConfig, TrainConfig
+from fmegatron import job, job_model
+from fmegatron.config import ExpertConfig, ModelOverrides, TrainConfig
 from fmegatron.errors import UserError
 from fmegatron.exchange import exchange_counts, exchange_rows
 from fmegatron.models import Decoder, DecoderConfig
@@ -270,3 +270,11 @@ def test_settings_that_do_not_fit_are_told_before_anything_is_made(settings, mes
     config = TrainConfig(mesh="dp=4", **settings)
     with pytest.raises(UserError, match=message):
         job.make_setup(config, torch.device("cpu"), 4, check_only=True)
+
+
+def test_the_width_of_experts_follows_where_a_family_has_one_for_all():
+    overrides = ModelOverrides(layers=2, embed=64, heads=4, kv_heads=2, head=16, mlp=32)
+    sizes = job_model.model_config(TrainConfig(model="mixtral-8x7b", model_overrides=overrides), None)
+    assert sizes.mlp == sizes.moe.mlp == 32
+    sizes = job_model.model_config(TrainConfig(model="qwen3-30b-a3b", model_overrides=overrides), None)
+    assert sizes.mlp == 32 and sizes.moe.mlp == 768

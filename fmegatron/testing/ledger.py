@@ -117,7 +117,9 @@ def ledger(
     if optimizer not in ("adamw", "muon") or (optimizer == "muon" and part == "gradients"):
         raise UserError(f'optimizer={optimizer!r} with part={part!r}: use "adamw", or "muon" for a whole "step"')
     if compile is not None and compile not in BACKENDS:
-        raise UserError(f"compile={compile!r}: collectives are counted in graphs of the backend {' or '.join(BACKENDS)}")
+        raise UserError(
+            f"compile={compile!r}: collectives are counted in graphs of the backend {' or '.join(BACKENDS)}"
+        )
     if layout.world == 1:
         return Ledger(layout, ())
     precision = precision or Precision()
