@@ -408,6 +408,8 @@ def test_what_a_ledger_cannot_count_it_says():
         ledger(MODEL, "tp=2", part="gradients", compile="inductor")
     with pytest.raises(UserError, match='use "adamw" or "muon"'):
         ledger(MODEL, "tp=2", optimizer="sgd")
+    with pytest.raises(UserError, match='muon with part="step"'):
+        ledger(MODEL, "tp=2", part="gradients", optimizer="muon")
 
 
 def test_a_bucket_that_is_full_makes_another(monkeypatch):
