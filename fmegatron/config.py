@@ -353,8 +353,10 @@ class TrainConfig:
     are gathered over ep; all-to-all, each goes to the ranks of its experts and back."""
     nproc: int = 1
     """Processes to start on this machine; under torchrun none are started."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "bfs", "zbh1", "zbv", "dualpipev"] = "1f1b"
-    """Order in which the stages of a pipeline (mesh axis pp) compute the microbatches; fmegatron schedule draws it."""
+    schedule: str = "1f1b"
+    """Order in which the stages of a pipeline (mesh axis pp) compute the microbatches: gpipe, 1f1b, interleaved, bfs, zbh1,
+    zbv, dualpipev, or a file with a table of your own (name it with a / or a .). fmegatron schedule draws them, and writes a
+    table with --out."""
     virtual: int | None = None
     """Stages on each rank of a pipeline, for interleaved and bfs; None: 2."""
     stages: str | None = None

@@ -39,11 +39,12 @@ from fmegatron.models.upcycle import upcycled
 from fmegatron.offload import on_host
 from fmegatron.optim import Optimizer
 from fmegatron.padding import held_positions, marked, overwritten
+from fmegatron.parallel import schedule_text
 from fmegatron.parallel.context import factoring
 from fmegatron.parallel.folding import expert_factoring, problem_of_experts
 from fmegatron.parallel.legality import FLAGS, check_layout, flags
 from fmegatron.parallel.pipeline import Pipeline, inside_stage, pipeline
-from fmegatron.parallel.schedules import make_schedule
+from fmegatron.parallel.schedules import Schedule, make_schedule
 from fmegatron.parallel.stages import parse_layout
 from fmegatron.precision import Precision, dtype_of
 from fmegatron.primitives.rotary import DynamicNTKScaling, LongRoPEScaling
@@ -192,7 +193,7 @@ def make_pipeline(config: TrainConfig, model: Decoder, setup: Setup) -> Pipeline
         if given:
             raise UserError(f"{flag} does not work in a pipeline: leave it out, or pp out of --mesh {config.mesh}")
     try:
-        schedule = make_schedule(config.schedule, ranks, config.batch.microbatches, virtual=config.virtual)
+        schedule = schedule_of(config, ranks)
     except UserError as error:
         raise UserError(f"--schedule {config.schedule}: {error}") from None
     stages = None
@@ -204,6 +205,25 @@ def make_pipeline(config: TrainConfig, model: Decoder, setup: Setup) -> Pipeline
                 f"{schedule.stages}"
             )
     return pipeline(model, schedule, mesh=setup.mesh, axis=PIPELINE, assignment=stages)
+
+
+def schedule_of(config: TrainConfig, ranks: int) -> Schedule:
+    """The schedule of a run by its name, or of its file. Raises UserError for one that does not fit the run."""
+    microbatches = config.batch.microbatches
+    if not {"/", "\\", "."} & set(config.schedule):
+        return make_schedule(config.schedule, ranks, microbatches, virtual=config.virtual)
+    if config.virtual is not None:
+        raise UserError(
+            f"--virtual {config.virtual} is for a schedule by its name: the file says which stages a rank has"
+        )
+    found = schedule_text.read(config.schedule)
+    for what, have, wanted, flag in (
+        ("ranks", found.ranks, ranks, f"pp={found.ranks} in --mesh"),
+        ("microbatches", found.microbatches, microbatches, f"--batch.microbatches {found.microbatches}"),
+    ):
+        if have != wanted:
+            raise UserError(f"the table has {have} {what}, and the run {wanted}: use {flag}, or another table")
+    return found
 
 
 def make_precision(config: TrainConfig, device: torch.device) -> Precision:

@@ -3,6 +3,7 @@
 fmegatron schedule 1f1b --stages 4 --microbatches 8
 fmegatron schedule interleaved --stages 4 --microbatches 8 --virtual 2 --svg schedule.svg
 fmegatron schedule zbv --stages 8 --microbatches 32 --costs f=1,b=1.1,w=0.9,comm=0.05
+fmegatron schedule zbv --stages 8 --microbatches 32 --costs f=1,b=1.4,w=0.7 --place-weights --out mine.txt
 fmegatron schedule --file mine.txt
 fmegatron schedule all --stages 8 --microbatches 32           # a table of all of them
 """
@@ -21,6 +22,7 @@ from fmegatron.parallel import schedule_text
 from fmegatron.parallel.schedule_check import Residuals, check
 from fmegatron.parallel.schedule_communication import with_communication
 from fmegatron.parallel.schedule_drawing import draw, svg
+from fmegatron.parallel.schedule_placing import place_weights
 from fmegatron.parallel.schedule_simulation import Costs, Timeline, parse_costs, simulate
 from fmegatron.parallel.schedule_theory import theory
 from fmegatron.parallel.schedules import SCHEDULES, Schedule, make_schedule
@@ -50,6 +52,8 @@ class ScheduleConfig:
     a rank."""
     after_input: float = 1.0
     """What a microbatch keeps between backward by input and backward by weight, if it keeps 1 after its forward."""
+    place_weights: bool = False
+    """Put the backwards by weight where these costs leave a rank waiting, within the memory that the schedule has anyway."""
     file: str | None = None
     """A table of your own to take instead; see --out for how one looks."""
     out: str | None = None
@@ -68,9 +72,11 @@ def run(config: ScheduleConfig) -> int:
     if config.name == "all":
         print(_table(config, costs))
         return 0
-    plain = _schedule(config)
-    schedule = plain if plain.communicates else with_communication(plain, costs)
     residuals = Residuals(1.0, config.after_input)
+    plain = _schedule(config)
+    if config.place_weights:
+        plain = place_weights(plain, costs, residuals=residuals)
+    schedule = plain if plain.communicates else with_communication(plain, costs)
     report = check(schedule, residuals=residuals, backward=_has_backward(schedule))
     timeline = simulate(schedule, costs, residuals=residuals)
     if config.out is not None:
@@ -93,13 +99,9 @@ def _schedule(config: ScheduleConfig) -> Schedule:
     if config.name is not None:
         raise UserError(f"schedule {config.name} and --file {config.file}: give one of them")
     try:
-        text = Path(config.file).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--file {config.file} cannot be read: {error}") from None
-    try:
-        return schedule_text.parse(text, name=Path(config.file).stem)
+        return schedule_text.read(config.file)
     except UserError as error:
-        raise UserError(f"--file {config.file}: {error}") from None
+        raise UserError(f"--file {error}") from None
 
 
 def _summary(config: ScheduleConfig, costs: Costs, timeline: Timeline) -> list[str]:
@@ -111,7 +113,7 @@ def _summary(config: ScheduleConfig, costs: Costs, timeline: Timeline) -> list[s
         f"residuals alive at most: {', '.join(f'{x:g}' for x in timeline.peaks)} (ranks in order)",
     ]
     known = None
-    if config.file is None:
+    if config.file is None and not config.place_weights:
         virtual = schedule.stages // schedule.ranks
         known = theory(
             schedule.name,
@@ -131,8 +133,10 @@ def _summary(config: ScheduleConfig, costs: Costs, timeline: Timeline) -> list[s
 
 def _table(config: ScheduleConfig, costs: Costs) -> str:
     """All schedules of these sizes, one a line; a rank's work is the same in each."""
-    if config.file is not None or config.svg is not None or config.out is not None:
-        raise UserError("schedule all draws nothing: leave --file, --svg and --out away, or name one schedule")
+    if config.file is not None or config.svg is not None or config.out is not None or config.place_weights:
+        raise UserError(
+            "schedule all draws nothing: leave --file, --svg, --out and --place-weights away, or name one schedule"
+        )
     if any(isinstance(t, Sequence) for t in vars(costs).values()):
         raise UserError(f"--costs {config.costs}: schedule all has other stages in every row; give one number for each")
     lines = [f"{'schedule':<12}{'stages':>7}{'step':>10}{'bubble':>9}{'peak':>8}   (residuals of all stages of a rank)"]

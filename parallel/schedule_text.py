@@ -18,6 +18,7 @@ The notation of actions is that of PyTorch's pipeline schedules, so that the CSV
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from fmegatron.errors import UserError
 from fmegatron.parallel.schedules import COLLECTIVE, KINDS, Action, Schedule
@@ -27,6 +28,21 @@ _CELL = re.compile(r"\([^)]*\)OVERLAP_F_B|[^\s,]+")
 _ACTION = re.compile(r"(\+?)(\d+)([A-Z_]*[A-Z])(\d*)")
 _OTHER_NAMES = {"UNSHARD": "GATHER", "REDUCE_GRAD": "REDUCE"}
 _FORM = "an action is a stage, what it does and a microbatch, such as 2F5, 2B5, 2SEND_F5, or 2REDUCE without one"
+
+
+def read(path: str | Path) -> Schedule:
+    """The schedule of a file, named like it. It is not proven yet: `check` does that.
+
+    Raises UserError that names the file, for one that cannot be read and for what `parse` refuses.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    try:
+        return parse(text, name=Path(path).stem)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def parse(text: str, *, name: str = "table") -> Schedule:

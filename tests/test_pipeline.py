@@ -18,9 +18,11 @@ from fmegatron.initializers import normal
 from fmegatron.models import Decoder
 from fmegatron.optim import global_norm
 from fmegatron.parallel import pipeline as pipeline_module
+from fmegatron.parallel import schedule_text
 from fmegatron.parallel.pipeline import Ends, Pipeline, find_ends, inside_stage, pipeline
 from fmegatron.parallel.schedule_check import ScheduleError
 from fmegatron.parallel.schedule_communication import with_communication
+from fmegatron.parallel.schedule_placing import place_weights
 from fmegatron.parallel.schedule_simulation import Costs, simulate
 from fmegatron.parallel.schedules import Action, Schedule, make_schedule
 from fmegatron.parallel.stages import parse_layout
@@ -507,7 +509,11 @@ def test_the_command_line_has_the_losses_of_one_process(tmp_path, mesh: str, sch
         **common,
         batch_microbatches=4,
     )
-    codes = processes(4).run(trained, arguments, ["--out", str(several), "--resume"])
+    table = tmp_path / "table.txt"  # goes on with a table of one's own
+    ranks = int(mesh[3])
+    placed = place_weights(make_schedule(schedule, ranks, 4), Costs(backward_input=1.4, backward_weight=0.6))
+    table.write_text(schedule_text.format(placed))
+    codes = processes(4).run(trained, arguments, ["--out", str(several), "--resume", "--schedule", str(table)])
     assert codes == [[0, 0]] * 4
     torch.testing.assert_close(losses(several), losses(one), rtol=1e-10, atol=0)
     held_out = [[row["val_loss"] for row in rows(out) if "val_loss" in row] for out in (one, several)]
@@ -520,10 +526,21 @@ def test_the_command_line_has_the_losses_of_one_process(tmp_path, mesh: str, sch
         (("--schedule", "zbv"), "--schedule zbv is for a mesh with pp"),
         (("--mesh", "pp=2", "--nproc", "2", "--schedule", "gpipe", "--virtual", "3"), "virtual=3"),
         (("--mesh", "pp=2", "--nproc", "2", "--stages", "Et|t|tL"), "has 3 stages, but --schedule 1f1b on pp=2 has 2"),
+        (
+            ("--mesh", "pp=2", "--nproc", "2", "--schedule", "./none.txt"),
+            "--schedule ./none.txt: ./none.txt cannot be read",
+        ),
+        (
+            ("--mesh", "pp=2", "--nproc", "2", "--schedule", "mine.txt"),
+            "the table has 2 microbatches, and the run 1: use --b",
+        ),
+        (("--mesh", "pp=2", "--nproc", "2", "--schedule", "zb"), "schedule 'zb' is none of gpipe"),
         (("--mesh", "pp=2", "--nproc", "2", "--debug"), "--debug does not work in a pipeline"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(given: tuple[str, ...], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(given: tuple[str, ...], message: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text(schedule_text.format(make_schedule("1f1b", 2, 2)))
     config = cli.parse_train([str(x) for x in ("--out", "run", "--device", "cpu", *given)])
     sizes = dataclasses.replace(small_config("llama"), layers=3)
     with pytest.raises(UserError, match=re.escape(message)):
