@@ -67,6 +67,7 @@ def accumulate(
     spec: Any = None,
     enter: Callable[[Any], Any] | None = None,
     leave: Callable[[Any], Any] | None = None,
+    running: Callable[[Any, Any], Any] | None = None,
 ) -> Callable:
     """f(params, batch, ctx=Ctx(), *, loss_scale=None) -> ((total, metrics), gradients) of a loss given as
     `loss(params, batch, ctx) -> (terms, stats)`.
@@ -87,6 +88,8 @@ def accumulate(
         Without a spec each microbatch reduces, and gradients lie like the parameters.
     enter, leave: how parameters are changed once before the first microbatch, and gradients once behind the last one.
         Functions of a tree whose leaves may be None; the second is the first's transpose.
+    running: (extras, stats) -> extras: what ctx.extras is for the next microbatch, by the stats of one, summed over ranks; for
+        the first one it gets None. Results then depend on the number of microbatches.
 
     metrics: {"terms": {name: mean}, "sums": …, "weights": …, "stats": …} of the global batch, without gradients. With
         a key in ctx, ctx.rows tells every microbatch the global indices of its rows, so that dropout masks do not
@@ -122,18 +125,27 @@ def accumulate(
         at_once = composable or ctx.sh.check is not None or ctx.sh.mesh is None
         sums = Sums(ctx.sh, len(parts), at_once)
         grads: list[Any] = [None] * len(wanted)
+        extras = ctx.extras if running is None else running(ctx.extras, None)
+
+        def add(aux: dict[str, Any]) -> None:
+            nonlocal extras
+            sums.add(aux)
+            if running is not None:
+                extras = running(extras, aux["stats"] if at_once else _Reduced(aux["stats"], ctx.sh).finish())
+
         for number, (part, part_ctx) in enumerate(parts):
+            part_ctx = part_ctx if running is None else part_ctx.replace(extras=extras)
 
             def of(p: Any, part: Any = part, part_ctx: Ctx = part_ctx) -> tuple[torch.Tensor, dict[str, Any]]:
                 terms, stats = loss(p, part, part_ctx)
                 return evaluate(terms, stats, known, scale, ctx.sh, loss_scale, at_once)
 
             if composable:
-                sums.add(_add_by_torch_func(of, params, wanted, grads, wide))
+                add(_add_by_torch_func(of, params, wanted, grads, wide))
                 continue
             reduce = late and (ctx.sh.rules.zero == 2 or number == len(parts) - 1)
             with ctx.sh.others_refused() if late else contextlib.nullcontext():
-                _add_in_place(of, sums.add, params, wanted, grads, wide, (spec, ctx.sh) if reduce else None)
+                _add_in_place(of, add, params, wanted, grads, wide, (spec, ctx.sh) if reduce else None)
         total, metrics, factor = sums.finish(scale, known)
         if factor is not None:
             for i, g in enumerate(grads):
@@ -508,4 +520,4 @@ def cut_batch(batch: Any, ctx: Ctx, n: int) -> list[tuple[Any, Ctx]]:
     def part(t: Any, i: int) -> Any:
         return torch.tensor_split(t, n)[i] if is_tensor(t) and t.dim() else t
 
-    return [(tree_map(lambda t, i=i: part(t, i), batch), ctx.replace(rows=part(ctx.rows, i))) for i in range(n)]
+    return [(tree_map(lambda t, i=i: part(t, i), batch), ctx.replace(rows=part(ctx.rows, i), parts=n)) for i in range(n)]

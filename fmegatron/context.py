@@ -25,10 +25,11 @@ class Ctx:
     layer: global index of the layer; `stack` sets it.
     key: random key; `stack` folds the layer's index into it.
     rows: global indices of the batch's rows, "batch", by which dropout draws its numbers; `accumulate` sets it.
+    parts: of how many microbatches of the batch this is one, which what acts on a whole batch must know; `cut_batch` sets it.
     extras: any further tree.
 
     Its tensors need no gradient: a block is differentiated by its parameters and its input alone. As a pytree,
-        tensors and the key are children; `sh` and `layer` are part of the structure.
+        tensors and the key are children; `sh`, `layer` and `parts` are part of the structure.
     """
 
     sh: Sharding = field(default_factory=Sharding)
@@ -38,6 +39,7 @@ class Ctx:
     key: Key | None = None
     rows: torch.Tensor | None = None
     extras: Any = None
+    parts: int = 1
 
     def replace(self, **changes: Any) -> Ctx:
         """A copy with some fields changed."""
@@ -54,12 +56,12 @@ CHILDREN = ("positions", "segments", "key", "rows", "extras")
 
 
 def _flatten(ctx: Ctx) -> tuple[tuple, tuple, tuple]:
-    return tuple(getattr(ctx, name) for name in CHILDREN), (ctx.sh, ctx.layer), CHILDREN
+    return tuple(getattr(ctx, name) for name in CHILDREN), (ctx.sh, ctx.layer, ctx.parts), CHILDREN
 
 
 def _unflatten(static: tuple, children: tuple) -> Ctx:
-    sh, layer = static
-    return Ctx(sh=sh, layer=layer, **dict(zip(CHILDREN, children, strict=True)))
+    sh, layer, parts = static
+    return Ctx(sh=sh, layer=layer, parts=parts, **dict(zip(CHILDREN, children, strict=True)))
 
 
 optree.register_pytree_node(Ctx, _flatten, _unflatten, namespace=NAMESPACE)  # type: ignore[arg-type, call-overload]

@@ -7,6 +7,7 @@ waits for the device once an exchange. It is linear; its transpose, and so its b
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.autograd import Function
 
 from fmegatron.collectives import begin, end, ring_places
 from fmegatron.function import apply_function
+from fmegatron.interleave import pass_turn
 from fmegatron.mesh import Mesh
 from fmegatron.recording import note_collective
 from fmegatron.simulation import lift, on_each_rank, per_rank
@@ -60,30 +62,57 @@ def exchange_counts(counts: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> tuple[
 def exchange_rows(x: Tensor, mesh: Mesh, axes: tuple[str, ...], splits: Splits) -> Tensor:
     """x[row …], first the rows for the first rank of some axes, and so on -> the rows from these ranks, in their order.
     Differentiable any number of times."""
-    return apply_function(_Exchange, x, mesh, mesh.sorted(mesh.live(axes)), splits)
+    return exchange_several([x], mesh, axes, splits)[0]
+
+
+def exchange_several(xs: Sequence[Tensor], mesh: Mesh, axes: tuple[str, ...], splits: Splits) -> list[Tensor]:
+    """The same for tensors whose rows go the same ways, all under way at once, and so in the backward.
+
+    Until they have come another program may compute (see `fmegatron.interleave`)."""
+    return list(apply_function(_Exchange, mesh, mesh.sorted(mesh.live(axes)), splits, *xs))
 
 
 class _Exchange(Function):
     @staticmethod
-    def forward(x: Tensor, mesh: Mesh, axes: tuple[str, ...], splits: Splits) -> Tensor:
-        note_collective("all-to-all", axes, mesh.size(axes), x)  # in a simulation, of the rank that sends most
+    def forward(mesh: Mesh, axes: tuple[str, ...], splits: Splits, *xs: Tensor) -> tuple[Tensor, ...]:
         if mesh.simulated:
-            return _simulated(lift(x, mesh.world), mesh, axes, splits)
-        (sent,), (received,) = splits.sent, splits.received
-        group = mesh.group(axes)
-        return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), list(received), list(sent), group))
+            return tuple(_simulated(lift(x, mesh.world), mesh, axes, splits) for x in xs)
+        sent = [x.contiguous() for x in xs]  # alive until they have left
+        started = [begin_rows(x, mesh, axes, splits) for x in sent]
+        pass_turn()
+        return tuple(end_rows(y) for y in started)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        _, ctx.mesh, ctx.axes, ctx.splits = inputs
+        ctx.mesh, ctx.axes, ctx.splits, *_ = inputs
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        return apply_function(_Exchange, g, ctx.mesh, ctx.axes, ctx.splits.back), None, None, None
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple:
+        back = [(i, g) for i, g in enumerate(gs) if g is not None and ctx.needs_input_grad[3 + i]]
+        found: list[Tensor | None] = [None] * len(gs)
+        if back:
+            rows, some = zip(*back, strict=True)
+            for i, g in zip(rows, apply_function(_Exchange, ctx.mesh, ctx.axes, ctx.splits.back, *some), strict=True):
+                found[i] = g
+        return None, None, None, *found
+
+
+def begin_rows(x: Tensor, mesh: Mesh, axes: tuple[str, ...], splits: Splits) -> Tensor:
+    """Issues the exchange of one tensor; `end_rows` waits for its result. Without a gradient."""
+    note_collective("all-to-all", axes, mesh.size(axes), x)
+    (sent,), (received,) = splits.sent, splits.received
+    return functional.all_to_all_single(x, list(received), list(sent), mesh.group(axes))
+
+
+def end_rows(x: Tensor) -> Tensor:
+    """Waits for what `begin_rows` gave."""
+    return functional.wait_tensor(x)
 
 
 def _simulated(x: Tensor, mesh: Mesh, axes: tuple[str, ...], splits: Splits) -> Tensor:
     """The exchange between the ranks of a simulation."""
+    note_collective("all-to-all", axes, mesh.size(axes), x)  # of the rank that sends most
     values, places = per_rank(x), ring_places(mesh, axes)
     others = [a for a in mesh.sizes if a not in axes]
     groups: dict[tuple[int, ...], dict[int, int]] = {}

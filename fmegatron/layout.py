@@ -300,7 +300,7 @@ def stored(
     for dim, name in enumerate(names):
         by_rule = tuple(a for a in axes_of(name, mesh, rules) if a not in own)
         by_hand = tuple(a for a in mesh.order if own.get(a) == dim)
-        compute.append(tuple(a for a in mesh.order if a in by_hand) + by_rule if by_hand else by_rule)
+        compute.append(tuple(a for a in mesh.order if a in by_hand + by_rule) if by_hand else by_rule)
     seen: dict[str, str] = {}
     for name, by in zip(names, compute, strict=True):
         for axis in by:

@@ -14,6 +14,8 @@ Backends, each the same function of the values:
                  results are summed (reduce-scatter)
     all-to-all   rows travel to the rank of their expert and back, routed ones alone
 
+Rows on their way leave time for another program, such as that of another microbatch (see `fmegatron.interleave`).
+
 Where no axis holds experts they move nothing, and sizes stay on the device. Over several ranks the number of rows is
 read by the host once a layer (torch's all-to-all and any buffer of the right size want it).
 
@@ -32,7 +34,7 @@ import torch
 from torch import Tensor
 
 from fmegatron.errors import UserError
-from fmegatron.exchange import Splits, exchange_counts, exchange_rows
+from fmegatron.exchange import Splits, exchange_counts, exchange_rows, exchange_several
 from fmegatron.kernels.moe import gather_rows, sort_by_expert, sum_choices
 from fmegatron.parallel.routing import Routed
 from fmegatron.simulation import lift, on_each_rank, per_rank
@@ -183,7 +185,8 @@ def _by_rows(
     else:
         there, back, ends = ranks.arranged(coming, splits)
         mesh, axes = ranks.sh.mesh, ranks.travelled
-        taken, scales = (gather_rows(exchange_rows(t, mesh, axes, splits), there, back, 1) for t in (taken, scales))
+        came = exchange_several([taken, scales], mesh, axes, splits)
+        taken, scales = (gather_rows(t, there, back, 1) for t in came)
         y = gather_rows(experts(taken, scales[:, 0], ends), back, there, 1)
         y = exchange_rows(y, mesh, axes, splits.back)
     return sum_choices(y, order, inverse, choices)

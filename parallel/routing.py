@@ -37,7 +37,7 @@ GroupScore = Literal["max", "top2"]
 Choose = Literal["top_k", "expert_choice", "sinkhorn"]
 Drop = Literal["probability", "position"]
 Force = Literal["balanced", "random", "skewed"]
-Group = Literal["sequence", "batch"]
+Group = Literal["sequence", "batch", "approximate"]
 
 # What DeepSeek V3 adds to the sum of the chosen scores: sigmoids may all be 0. It changes no sum of softmax scores.
 TINY = 1e-20
@@ -73,7 +73,9 @@ class Routing:
         order), "skewed": `skewed_share` of the tokens in turn to the first `skewed_experts` experts (None: top_k), the
         others to all. Weights are the scores of those experts.
     group: on what statistics, capacity, expert choice and Sinkhorn act: one "sequence", or the whole "batch", which must then
-        be one microbatch.
+        be one microbatch, or be read in two passes (`fmegatron.parallel.two_passes`). "approximate": the switch loss
+        reads the counts of the microbatches so far, so that it depends on their number and order (Megatron-LM's
+        global_aux_loss): no two layouts with other microbatches are equal.
     switch_loss, z_loss: coefficients of the auxiliary losses (`fmegatron.parallel.routing_losses`).
     expert_bias: a bias is added to what is compared, never to the weights, and moves by bias_rate against the load
         (`updated_bias`; Wang et al., arXiv 2408.15664).
@@ -164,6 +166,14 @@ class Routing:
                 "top_k=1 makes every weight 1 where weights are normalised or a softmax of what is chosen, so that nothing "
                 "trains the router: give before=True with normalised=False, or switch_loss"
             )
+        if self.group == "approximate":
+            if not self.switch_loss:
+                raise UserError(
+                    'group="approximate" is a form of the switch loss, which has no weight: give switch_loss, or group="sequence"'
+                )
+            if self.capacity is not None or self.choose != "top_k":
+                what = f"choose={self.choose!r}" if self.capacity is None else f"capacity={self.capacity}"
+                raise UserError(f'group="approximate" with {what}: running counts are for the switch loss alone')
         if self.choose == "top_k":
             return
         how = f"choose={self.choose!r}"
@@ -206,6 +216,7 @@ class Routed:
         `route`.
     mask: bool[batch seq*], False for padding; None: every token counts.
     bound: at most so many choices of this rank are real, whatever the values; None: all of them may be.
+    replayed: was the choice given to `route`?
     """
 
     experts: Tensor
@@ -215,6 +226,7 @@ class Routed:
     chosen: Tensor
     mask: Tensor | None = None
     bound: int | None = None
+    replayed: bool = False
 
 
 def route(

@@ -9,42 +9,44 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fmegatron.parallel.routing import TINY, Routed, Routing, picked, top_experts
-from fmegatron.primitives._function import global_size
 
 
-def switch_loss(routed: Routed, routing: Routing, *, sh: Any) -> Tensor:
+def switch_loss(routed: Routed, routing: Routing, *, sh: Any, counts: Tensor | None = None) -> Tensor:
     """items[batch]: experts · Σ_e f_e · P_e of each sequence, 1 for an even load (Fedus et al., arXiv 2101.03961, for top_k
     choices; DeepSeek V3, arXiv 2412.19437, equations 17 to 20). 0 where a sequence has no token.
 
     f_e: the share of the choices by score alone that went to expert e, as in V3: without biases, limits to groups, forced
         choices or drops. It has no gradient. P_e: the mean score of e, a token's scores being divided by their sum.
-    With routing.group="batch" f and P are those of the whole batch, and every sequence's item is the same.
+    With routing.group="batch" f is that of the whole batch, and P the sequence's: as the loss is linear in P, the mean of the
+        items over tokens is the loss of the whole batch. counts: [route], by which f is then told, of `counts_by_score`;
+        None: those of this (micro)batch.
 
     transformers' `router_aux_loss_coef` goes with top_k times this value, as its f sums to top_k.
     """
     scores, mask = routed.scores, routed.mask
     of_one = scores if routing.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + TINY)
-    plain = routing.choose == "top_k" and not (routing.force or routing.expert_bias) and routing.groups == 1
-    best = routed.chosen if plain else top_experts(scores.detach(), routing.top_k)
-    taken = picked(best, scores.detach())
-    if mask is not None:
-        of_one, taken = of_one.masked_fill(~mask[..., None], 0), taken.masked_fill(~mask[..., None], 0)
-    whole = routing.group == "batch"
-    per_expert = f"batch seq* route -> {'' if whole else 'batch '}route"
+    of_one = of_one if mask is None else of_one.masked_fill(~mask[..., None], 0)
     # counts of all experts sum to top_k for every token
-    counts, sums = sh.sum(taken, per_expert), sh.sum(of_one, per_expert)
-    tokens = counts.sum(-1) / routing.top_k
-    items = routing.experts / routing.top_k * (counts * sums).sum(-1) / tokens.square().clamp(min=1)
-    if not whole:
-        return items
-    items = sh(items.expand(global_size(sh, "batch", scores.shape[0])), "all_rows -> batch")
-    if mask is None:
-        return items
-    return items * (sh.sum(mask.to(torch.int64), "batch seq* -> batch") > 0)
+    mine, sums = counts_by_score(routed, routing, sh=sh), sh.sum(of_one, "batch seq* route -> batch route")
+    tokens = mine.sum(-1) / routing.top_k
+    if routing.group == "sequence":
+        return routing.experts / routing.top_k * (mine * sums).sum(-1) / tokens.square().clamp(min=1)
+    counts = sh.sum(mine, "batch route -> route") if counts is None else counts.to(mine.dtype)
+    shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    return routing.experts * (shares * sums).sum(-1) / tokens.clamp(min=1)
+
+
+def counts_by_score(routed: Routed, routing: Routing, *, sh: Any) -> Tensor:
+    """[batch route]: how many tokens of each sequence have each expert among their top_k by score alone. Without a gradient."""
+    plain = routing.choose == "top_k" and not (routing.force or routing.expert_bias) and routing.groups == 1
+    scores = routed.scores.detach()
+    taken = picked(routed.chosen if plain and not routed.replayed else top_experts(scores, routing.top_k), scores)
+    if routed.mask is not None:
+        taken = taken.masked_fill(~routed.mask[..., None], 0)
+    return sh.sum(taken, "batch seq* route -> batch route")
 
 
 def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -4,18 +4,47 @@ CHECKING = "the checking mode alone reads it, which compares declared layouts: n
 IGNORED = "equivalent: the loss and the gradients of an ignored token are set to zero behind it"
 INTEGERS = "equivalent: integers have no gradient, and both arrows are the same all-gather"
 
+COSTS_NOTHING = "equivalent: both names stand for what costs no collective"
+
 SURVIVORS_CORE: dict[str, str] = {
     # sharding, layout
+    "fmegatron.sharding:Sharding.sum: 1 -> *": "equivalent: the plan is in the cache by then, under the same name",
+    "fmegatron.sharding:Sharding.index: 'I' -> 'R'": "equivalent: positions need no gradient, so that both are one type",
+    "fmegatron.sharding:Sharding.index: (ranks := self._zigzag(dim, axes)) > 1 -> *": (
+        "equivalent: over one rank the zigzag order is the plain one"
+    ),
+    "fmegatron.sharding:Sharding.index: 1 -> 0 #1": "equivalent: over one rank the zigzag order is the plain one",
+    "fmegatron.sharding:Sharding._by_placements: '?' -> 'I'": (
+        "equivalent: between ? and I there is no arrow, and the checking mode has no axis that a placement could name"
+    ),
+    # collectives, zero
+    "fmegatron.collectives:_join: 1 -> 0 #1": "equivalent: the general way joins one dim as well",
+    "fmegatron.collectives:COST: 'slice' -> 'nothing'": COSTS_NOTHING,
+    "fmegatron.collectives:COST: 'nothing' -> 'slice' #2": COSTS_NOTHING,
+    "fmegatron.collectives:COST: 'nothing' -> 'slice' #3": COSTS_NOTHING,
+    "fmegatron.zero:_collective: 'slice' -> 'nothing' #1": (
+        "equivalent: what is a slice in one direction is an all-gather in the other"
+    ),
+    # the layers
+    "fmegatron.parallel.stack:sharded_store: 'leave' -> 'enter' #1": "equivalent: there are as many arrows on the way back",
+    "fmegatron.parallel.stack:_Layers.begin: [i for i, t in enumerate(flat) if is_float(t) and t.requires_grad] -> *": (
+        "equivalent: what needs no gradient goes through an identity"
+    ),
+    "fmegatron.parallel.stack:_Layers.again: self.backwards.discard(n) -> pass": (
+        "equivalent: layers come back in the order n, n - 1, …, so that nobody asks for n again"
+    ),
     "fmegatron.sharding:Sharding._filled_between: 0 -> 1": (
         "equivalent: a dim that does not divide is on the same axes in equations and at rest"
     ),
     # mesh, rules
+    "fmegatron.mesh:Mesh.coordinate: 1 -> 0 #1": "equivalent: every rank is the first of an axis of one",
     "fmegatron.mesh:Mesh._make_group: 1 -> 0": "equivalent: the group of one axis is made anew of the same ranks in the same order",
     "fmegatron.mesh:make_mesh: 1 -> 0": "equivalent: a mesh without tp has nothing to cut whichever number below 2 stands for it",
     "fmegatron.rules:standard_rules: 'tp_group' -> 'tp_kv'": (
         "differs only on a mesh that names tp_group by hand and no tp_kv, which is refused without the change"
     ),
     # primitives
+    "fmegatron.primitives.cross_entropy:linear_cross_entropy: 1 -> 2 #4": "equivalent: how many tokens go at a time",
     "fmegatron.primitives.embedding:embedding: 'vocab' -> 'kv'": CHECKING,
     "fmegatron.primitives.cross_entropy:_loss: 'vocab' -> 'kv'": CHECKING,
     "fmegatron.primitives.cross_entropy:_loss: 'batch seq vocab -> batch seq | vocab' -> *": (
@@ -31,6 +60,7 @@ SURVIVORS_CORE: dict[str, str] = {
         "equivalent: at a rate of 0 every element is kept and divided by 1"
     ),
     # attention
+    "fmegatron.parallel.context:_all_to_all: 'seq**' -> 'seq' #2": "equivalent: a ring over no axes is plain attention",
     "fmegatron.parallel.context:context_attention: 'gather' -> 'ring'": "equivalent: without sharding the kind is not read",
     "fmegatron.parallel.context:_gathered: f'batch {seq} -> batch kvseq | {seq}' -> *": (
         "integers have no gradient, and both arrows are the same all-gather: the checking mode alone tells them apart"
