@@ -30,8 +30,9 @@ NOT_COVERED = {
         "pipelines, real processes, messages between them and their order (--engine processes has these), GPUs"
     ),
     ("simulated", "cuda"): (
-        "pipelines, NCCL, messages from rank to rank (a ring's are copies here), streams and so what overlaps in time, CUDA "
-        "graphs, the memory of one rank, Python that differs by rank; for these use torchrun and --engine processes"
+        "pipelines, NCCL, messages from rank to rank (a ring's are copies here), streams and so what overlaps in time, this "
+        "library's own Triton kernels (pytest -m gpu has these; torch's fused ones run), CUDA graphs, the memory of one "
+        "rank, Python that differs by rank; for these use torchrun and --engine processes"
     ),
     ("processes", "cpu"): "GPUs and NCCL; for these start it by torchrun, a GPU a rank, with --device cuda",
     ("processes", "cuda"): "layouts of other numbers of ranks than torchrun started",

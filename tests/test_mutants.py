@@ -28,6 +28,7 @@ def test_a_mutant_is_caught(name):
     checks = ("gradients", *mutant.checks)
     found, alone = verdict(case, checks, mutant.edits), on_one_device(case.model, checks, mutant.edits)
     assert found.kind == "difference", f"{found.kind} on {case.layout}, {case.model}: {found.message}; {RENEW}"
+    assert found.dtypes, f"it changes a dtype on {case.layout}, which would be noticed without any layout"
     assert [one.kind for one in alone] == ["equal", "equal"], alone
 
 

@@ -36,6 +36,7 @@ class Layout:
         ",": `dp=2,fsdp=2,tp=2 rules=batch:fsdp,mlp:tp+dp,vocab:none`.
     ep, etp: ranks over which experts lie, and over which their width does, folded over the mesh without pp.
     dispatch: how tokens reach their experts: all-to-all, all-gather or dense.
+    overlap: into how many chunks products are cut whose gather or scatter over tp runs beside them (`Sharding.dot`); 0: none.
     micro: microbatches.
     schedule: of a pipeline over pp: one of `fmegatron.parallel.schedules.SCHEDULES`.
     virtual: stages of the model on each rank of pp; None: 2 where the schedule has several, else 1.
@@ -59,6 +60,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     dispatch: str = "all-to-all"
+    overlap: int = 0
     micro: int = 1
     schedule: str = "1f1b"
     virtual: int | None = None
@@ -108,6 +110,8 @@ class Layout:
                         f"layout {self}: rules={format_rows({dim: names})} names {name!r}, a part of an axis: {dim} lies on "
                         f"whole axes, such as {name.split('_')[0]}"
                     )
+        if self.overlap and "tp" not in self.axes:
+            raise UserError(f"layout {self}: overlap={self.overlap} needs an axis tp in the mesh, such as tp=2")
         stage = math.prod(n for a, n in self.axes.items() if a != PIPELINE)
         if self.ep < 1 or self.etp < 1 or stage % (self.ep * self.etp):
             raise UserError(
@@ -241,7 +245,7 @@ class Layout:
             rows = {d: tuple(a for a in row if a.split("_")[0] in left) for d, row in self.own_rows.items()}
             changes["rules"] = format_rows(rows)
             if "tp" not in left:
-                changes["sp"] = False
+                changes |= {"sp": False, "overlap": 0}
             if "cp" not in left:
                 changes["context"] = "gather"
             if PIPELINE not in left:

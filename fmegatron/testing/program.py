@@ -92,6 +92,12 @@ class Program:
         fields = dataclasses.fields(self.model) if dataclasses.is_dataclass(self.model) else ()
         return self.has_experts and any(f.name == "dispatch" for f in fields)
 
+    @functools.cached_property
+    def has_overlap(self) -> bool:
+        """Can the layout's overlapped products be given to the model, a dataclass with a field `overlap`?"""
+        fields = dataclasses.fields(self.model) if dataclasses.is_dataclass(self.model) else ()
+        return any(f.name == "overlap" for f in fields)
+
     @property
     def has_stages(self) -> bool:
         """Can the model lie on the stages of a pipeline?"""
@@ -116,6 +122,9 @@ class Program:
         if layout.dispatch != Layout().dispatch and self.has_dispatch:
             model: Any = dataclasses.replace(self.model, dispatch=layout.dispatch)  # type: ignore[type-var]
             return dataclasses.replace(self, model=model).on(dataclasses.replace(layout, dispatch=Layout().dispatch))
+        if layout.overlap and self.has_overlap:
+            cut: Any = dataclasses.replace(self.model, overlap=layout.overlap)  # type: ignore[type-var]
+            return dataclasses.replace(self, model=cut).on(dataclasses.replace(layout, overlap=0))
         if layout.remat == "everything":
             return self
         if not self.has_remat:
@@ -132,7 +141,8 @@ class Program:
         if all(p.over is not None for p in params_of(found).values()):
             return found
         params = init(found, random.key(0))
-        mesh = make_mesh("dp=1,cp=1,tp=1", abstract=True, device="cpu")
+        also = ["edp=1,ep=1,etp=1"] if self.has_experts else []
+        mesh = make_mesh("dp=1,cp=1,tp=1", also=also, abstract=True, device="cpu")
 
         def program(params: Any, batch: Any, sh: Sharding) -> Tensor:
             terms, _ = loss(params, batch, Ctx(sh=sh))
@@ -247,6 +257,8 @@ class Program:
         )
         if wrong is not None:
             return wrong
+        if layout.overlap and not self.has_overlap:
+            return f"overlap={layout.overlap}: the model has no field `overlap`: leave it out"
         if layout.dispatch != Layout.dispatch and not self.has_dispatch:
             lacks = "has no field `dispatch`" if self.has_experts else "has no experts"
             return f"dispatch={layout.dispatch}: the model {lacks}: leave it out"

@@ -108,6 +108,11 @@ def dispatches(model: Any) -> tuple[str, ...]:
     return (Layout().dispatch, *(others if program_of(model).has_dispatch else ()))
 
 
+def overlaps(model: Any, mesh: str) -> tuple[int, ...]:
+    """Into how many chunks a model's products may be cut on a mesh, the default first."""
+    return (0, 2) if "tp" in Layout(mesh).axes and program_of(model).has_overlap else (0,)
+
+
 def own_rules(model: Any, mesh: str) -> list[str]:
     """Rules of one's own that are legal for a model on a mesh, the plainest first (`Layout.rules`): what lies on tp left
     whole, or on a part of it, or on further axes; the batch on fewer data axes, in another order, or on tp and cp too."""
@@ -181,11 +186,13 @@ def layouts(
         # nothing is drawn where there are no experts
         ep, etp = one_of(folded(mesh, context)) if program.has_experts else (1, 1)
         dispatch = one_of(dispatches(program)) if program.has_dispatch else Layout().dispatch
+        overlap = one_of(overlaps(program, mesh))
         return Layout(
             mesh,
             ep=ep,
             etp=etp,
             dispatch=dispatch,
+            overlap=overlap,
             rules=rules,
             sp=sp and "tp" in sizes,
             zero=zero,
@@ -246,6 +253,7 @@ __all__ = [
     "foldings",
     "layouts",
     "meshes",
+    "overlaps",
     "own_rules",
     "pipelines",
     "remats",

@@ -37,11 +37,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a layout did. kind: "equal"; "difference", a finite one; "not finite"; or "error", an exception (`message`)."""
+    """How a layout did. kind: "equal"; "difference", a finite one; "not finite"; or "error", an exception (`message`).
+    dtypes: are those of all values the reference's?"""
 
     kind: str
     worst: Difference | None = None
     message: str = ""
+    dtypes: bool = True
 
     @property
     def caught(self) -> bool:
@@ -86,9 +88,11 @@ def verdict(case: Case, checks: tuple[str, ...], edits: Sequence[Edit] = ()) -> 
 def judged(ranks: Sequence[Outcome], want: Outcome) -> Verdict:
     found = differences(ranks, want)
     worst = max(found, key=lambda d: (d.share, d.error))
-    if worst.share <= 1:
-        return Verdict("equal", worst)
-    return Verdict("difference" if math.isfinite(worst.error) else "not finite", worst)
+    kind = "equal" if worst.share <= 1 else "difference" if math.isfinite(worst.error) else "not finite"
+    same = all(
+        p.value.dtype == want[n][path].value.dtype for r in ranks for n, of in r.items() for path, p in of.items()
+    )
+    return Verdict(kind, worst, dtypes=same)
 
 
 def on_one_device(model: str, checks: tuple[str, ...], edits: Sequence[Edit]) -> list[Verdict]:

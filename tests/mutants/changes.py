@@ -30,6 +30,7 @@ MODULES = {
     "fmegatron.collectives": ("*", "!*.vmap"),
     "fmegatron.zero": ("*",),
     "fmegatron.buckets": ("*",),
+    "fmegatron.overlap": ("*", "!check_overlap"),
     "fmegatron.zigzag": ("*",),
     "fmegatron.uneven": ("*",),
     "fmegatron.padding": ("divisible_size", "shard_batch"),

@@ -53,7 +53,9 @@ DATA_PARALLEL = (
         (
             f"{SHARDING}:Sharding._plan_optimizer",
             'if t == "I" and target',
-            'if not self.rules.store and t == "I" and target',
+            # of what the store cuts, on the data axes that are not the store's
+            'if t == "I" and not (a in ("dp", "fsdp", "cp") and any('
+            'b in self.mesh.expand(self.rules.store) for b, s in source.items() if s not in ("I", "R"))) and target',
         ),
     ),
     mutant(
@@ -242,7 +244,9 @@ LOSS = (
             f"{ACCUMULATE}:accumulate",
             "        scale = None if known is None else scales(known, ctx.sh)\n",
             "        def clamped(x: Any) -> Any:\n"
-            "            return torch.cat([torch.where(p.any(), p.double(), 1 / p.numel()) for p in torch.tensor_split(x, len(parts))])\n\n"
+            "            first = torch.zeros_like(x[:1]).flatten().index_fill(0, torch.tensor([0]), 1).view_as(x[:1])\n"
+            "            cut = torch.tensor_split(x, len(parts))\n"
+            "            return torch.cat([torch.cat([torch.where(p.any(), p[:1], first), p[1:]]) for p in cut])\n\n"
             "        counted = known\n"
             "        if known is not None and len(parts) > 1:\n"
             "            counted = {n: Weight(clamped(w.items), w.dims, w.coefficient) for n, w in known.items()}\n"
