@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -300,16 +301,21 @@ def test_the_other_kinds_send_what_their_arrows_say():
     assert sent("ulysses+ring", ulysses=2) == sorted(both)
 
 
-def watched(monkeypatch, log, alive):
-    """Log the exchanges and the work of the ring; keep weak references to the keys and values that come."""
+def watched(monkeypatch, log, alive, keys=None):
+    """Log the exchanges and the work of the ring; keep weak references to what comes, and count those alive: of everything
+    in `log`, in `keys` of keys and values alone, not of the gradients that travel beside them."""
+    coming = []
     begin, merged, gradients = ring.begin_exchange, ring._merged, ring._gradients
 
     class Watched:
         def __init__(self, *args, **options):
             self.inner = begin(*args, **options)
             log.append("begin")
-            alive.extend(weakref.ref(x) for x in self.inner.received)
+            found = [weakref.ref(x) for x in self.inner.received]
+            alive.extend(found)
+            coming.extend(found if sys._getframe(1).f_code is ring._passing.__code__ else ())
             log.append(sum(r() is not None for r in alive))
+            (keys if keys is not None else []).append(sum(r() is not None for r in coming))
 
         def finish(self):
             log.append("wait")
@@ -318,6 +324,7 @@ def watched(monkeypatch, log, alive):
     def count():
         log.append("compute")
         log.append(sum(r() is not None for r in alive))
+        (keys if keys is not None else []).append(sum(r() is not None for r in coming))
 
     monkeypatch.setattr(ring, "begin_exchange", Watched)
     monkeypatch.setattr(ring, "_merged", lambda *a: (count(), merged(*a))[1])
@@ -337,8 +344,8 @@ def on_ring(**form):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_two_remote_parts_at_most_and_none_is_kept(window, monkeypatch):
-    log, alive = [], []
-    watched(monkeypatch, log, alive)
+    log, alive, keys = [], [], []
+    watched(monkeypatch, log, alive, keys)
     with simulate(4):
         run = on_ring(window=window)
         o = next(run)
@@ -346,10 +353,10 @@ def test_two_remote_parts_at_most_and_none_is_kept(window, monkeypatch):
         sent = 3 if window is None else 2
         assert max(forward) == 2 * 2 and len(forward) == sent + 4 * (sent + 1)  # two parts, of keys and of values
         assert not any(r() is not None for r in alive)
-        log.clear(), alive.clear()
+        log.clear(), alive.clear(), keys.clear()
         next(run)
-        # beside them two pairs of gradients: those under way, and those that come
-        assert max(x for x in log if isinstance(x, int)) <= 2 * 2 + 2
+        # two parts of keys and of values again; beside them a pair of gradients under way, and one that comes
+        assert max(keys) == 2 * 2 and max(x for x in log if isinstance(x, int)) <= 2 * 2 + 2
         assert o is not None
 
 

@@ -1,5 +1,10 @@
 """Every mutant is caught by a layout that is drawn by default, named here, and by no one device (see tests/mutants)."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -40,6 +45,17 @@ def test_the_first_layout_that_catches_a_mutant(name):
     assert first is not None, problem
     kept = FIRST[name]
     assert (first.number, first.model, first.layout) == (kept.number, kept.model, kept.layout), RENEW
+
+
+@pytest.mark.slow
+def test_a_share_of_the_automatic_sweep(tmp_path):
+    """Whose exit code is 1 where less than 95 % of its changes are caught."""
+    command = [sys.executable, "-m", "tests.mutation_sweep", "--share", "0.02", "--out", str(tmp_path / "sweep.jsonl")]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_mutants_differ_and_leave_nothing_behind():

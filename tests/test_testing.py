@@ -27,7 +27,9 @@ from fmegatron.testing import (
     small_model,
 )
 from fmegatron.testing.covering import pairs_of, space
+from fmegatron.testing.engines import run_on
 from fmegatron.testing.models import find_model, model_text, variants
+from fmegatron.testing.program import program_of
 from fmegatron.testing.running import ADAMW_RATE, Job, inputs_of, slices_of
 from fmegatron.testing.running import run as run_alone
 from fmegatron.testing.strategies import meshes
@@ -396,6 +398,21 @@ def test_drawn_layouts_that_fail_shrink_to_a_line(monkeypatch):
 
     with pytest.raises(AssertionError, match='to check it again: fmegatron verify llama,layers=1 --layout "dp=2"'):
         check()
+
+
+@pytest.mark.parametrize("line", ["cp=2,tp=2 sp zero=3 context=ring micro=2 packed", "dp=4 zero=1"])
+def test_a_layout_computes_the_same_bits_every_time(line):
+    program, layout, job = (
+        program_of(small_model("llama", dropout=0.2)),
+        Layout.parse(line),
+        Job(("gradients", "adamw")),
+    )
+    inputs = inputs_of(program, layout, job)
+    first, again = (run_on("simulated", program, layout, job, inputs) for _ in range(2))
+    for a, b in zip(first, again, strict=True):
+        for what, pieces in a.items():
+            for path, piece in pieces.items():
+                assert torch.equal(piece.value, b[what][path].value), f"{what} {path}"
 
 
 def test_donation_that_changes_bits_is_found(monkeypatch):
