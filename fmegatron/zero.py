@@ -110,11 +110,20 @@ class Reducer:
 
     Those of a layer go together as soon as it has all of them, and are waited for when the next layer has its own. A
     large leaf outside the layers goes alone and at once; a small one, such as the last norm, with the next that go.
-    take: (number of the leaf, reduced gradient), called for every leaf.
+    take: (number of the leaf, reduced gradient), called for every leaf. wait=False: nothing is waited for until the end, for
+        gradients that are all there already and other work that follows.
     """
 
-    def __init__(self, spec: Any, wanted: Sequence[bool], sh: Sharding, take: Callable[[int, Any], None]) -> None:
-        self.params, self.sh, self.take = tree.leaves(spec), sh, take
+    def __init__(
+        self,
+        spec: Any,
+        wanted: Sequence[bool],
+        sh: Sharding,
+        take: Callable[[int, Any], None],
+        *,
+        wait: bool = True,
+    ) -> None:
+        self.params, self.sh, self.take, self.waits = tree.leaves(spec), sh, take, wait
         self.layer = [_layer_of(path) for path in tree.paths(spec)]
         self.missing = Counter(layer for layer, w in zip(self.layer, wanted, strict=True) if w)
         self.open: dict[str, list[tuple[int, Any]]] = {}
@@ -133,7 +142,8 @@ class Reducer:
         del g
         self.missing[layer] -= 1
         if not self.missing[layer]:
-            self.wait()
+            if self.waits:
+                self.wait()
             self._start(self.open.pop(layer))
 
     def _start(self, more: Sequence[tuple[int, Any]] = ()) -> None:

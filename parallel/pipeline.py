@@ -104,7 +104,8 @@ def pipeline(
         `head(params, x, batch, ctx) -> (terms, stats)` and perhaps `weights(batch)`; its spec has {"layers": {index: …}}.
         Where it has a `stack`, that runs its layers, else a plain `stack` of its blocks does.
     schedule: of as many ranks as `axis` of the mesh has. Without sends and receives it gets them (`costs` are those by
-        which their order is chosen), and it gets the reductions of gradients over data axes. It is proven here.
+        which their order is chosen), and it gets the reductions of gradients over data axes. GATHERs are left
+        out: layers gather their parameters one ahead, for every microbatch. It is proven here.
     mesh: the whole mesh. ctx.sh is `inside_stage` of it: without `axis`.
     assignment: what each stage holds (`stages`); None: layers as evenly as they go.
     ends: which parameters are read before the layers and behind them; None: `find_ends`. Those in both are tied: they
@@ -114,7 +115,7 @@ def pipeline(
     f.spec is what this rank holds, a part of the model's spec with the same names; params, gradients and optimizer state
     have its structure. Every rank of `axis` gets the same rows of the batch. total and metrics are equal on all ranks;
     f.norm(gradients) is the global norm over all stages. f.evaluate is the same without gradients. f.log is what the
-    last call did. `fmegatron.generate.generate_tokens` takes f in place of a model that has `cached` (and in it goes
+    last call did, noted where it was done. `fmegatron.generate.generate_tokens` takes f in place of a model that has `cached` (and in it goes
     through its own `embed`, `stack` and `unembed`).
 
     Raises UserError for a schedule of other sizes, one that is not complete or would hang (ScheduleError), or differs
@@ -146,6 +147,9 @@ def pipeline(
     table = schedule if schedule.communicates else with_communication(schedule, costs)
     if not any(a.kind == REDUCE for program in table.programs for a in program):
         table = with_collectives(table, gather=False)
+    # a stage gathers its parameters itself, layer by layer, one ahead
+    without_gathers = (tuple(a for a in program if a.kind != GATHER) for program in table.programs)
+    table = replace(table, programs=tuple(without_gathers))
     check(table)
     ends = find_ends(model) if ends is None else ends
     made = Pipeline(
@@ -391,11 +395,14 @@ class _Run:
             else:
                 for action in step:
                     compute(action)
-            self.pipe.log.extend(str(action) for action in step)
             if self.messages is not None:
                 self.messages.drop_sent()
         if self.messages is not None:
             self.messages.finish()
+
+    def note(self, kind: str, stage: int, microbatch: int | None = None) -> None:
+        """An action that has been done: called where it is, so that the log is of what ran and not of the table."""
+        self.pipe.log.append(str(Action(kind, stage, microbatch)))
 
     def communicate(self, step: tuple[Action, ...]) -> None:
         """Posts sends and receives as one batch."""
@@ -414,6 +421,7 @@ class _Run:
                 moves.append((peer, self.messages.empty(shapes), False, None))
         arrivals = self.messages.exchange(moves)
         for a, arrival in zip(step, arrivals, strict=True):
+            self.note(a.kind, a.stage, a.microbatch)
             if a.kind == RECV_F:
                 self.inputs[a.stage, a.microbatch] = arrival  # type: ignore[index]
             elif a.kind == RECV_B and a.stage != self.pipe.last:  # which has the loss's own gradient
@@ -538,7 +546,7 @@ class _Training(_Run):
         self.joint = {(a.stage, a.microbatch) for p in self.table.programs for a in p if a.kind == BACKWARD}
         # gradients are summed over data axes behind the last backward of a stage; with ZeRO-2, behind each
         self.each = self.late and self.sh.rules.zero == 2
-        self.reducer = Reducer(self.spec, self.wanted, self.sh, self.take) if self.late and not self.each else None
+        self.reducer = Reducer(self.spec, self.wanted, self.sh, self.take, wait=False) if self.late and not self.each else None
         self.done: set[int] = set()  # stages whose last backward has been,
         self.reduced: set[int] = set()  # and leaves whose sums have begun
 
@@ -566,7 +574,7 @@ class _Training(_Run):
         kind, s, m, _ = action
         if kind == REDUCE:
             self.reduce(s)
-        elif kind != GATHER:  # a stage gathers its parameters itself, layer by layer
+        else:
             assert m is not None
             {FORWARD: self.forward, BACKWARD: self.backward, INPUT: self.backward_input, WEIGHT: self.backward_weight}[
                 kind
@@ -583,10 +591,12 @@ class _Training(_Run):
             flat = [None] * len(leaves(y))
             self.gradients[s, m] = like(y, [torch.ones_like(value), *flat[1:]])
             y = None
+        self.note(FORWARD, s, m)
         self.hand_on(s, m, y)
 
     def backward(self, s: int, m: int) -> None:
         gx, own = split(self.pipe.stage(s)).backward(self.residuals.pop((s, m)), self.take_gradient(s, m), self.mine[s])
+        self.note(BACKWARD, s, m)
         self.hand_back(s, m, gx)
         del gx
         self.add(s, own)
@@ -594,10 +604,13 @@ class _Training(_Run):
     def backward_input(self, s: int, m: int) -> None:
         halves = split(self.pipe.stage(s))
         gx, self.left[s, m] = halves.backward_input(self.residuals.pop((s, m)), self.take_gradient(s, m), self.mine[s])
+        self.note(INPUT, s, m)
         self.hand_back(s, m, gx)
 
     def backward_weight(self, s: int, m: int) -> None:
-        self.add(s, split(self.pipe.stage(s)).backward_weight(self.left.pop((s, m))))
+        own = split(self.pipe.stage(s)).backward_weight(self.left.pop((s, m)))
+        self.note(WEIGHT, s, m)
+        self.add(s, own)
 
     def take_gradient(self, s: int, m: int) -> Any:
         """The gradient of a stage's output."""
@@ -651,6 +664,8 @@ class _Training(_Run):
 
     def reduce(self, s: int, tied: bool = False) -> None:
         """Begins to sum a stage's gradients over data axes. Leaves that another rank holds too come last (tied)."""
+        if not tied:
+            self.note(REDUCE, s)
         self.done.add(s)
         owed = {i for other, rows in self.rows.items() if other not in self.done for i in rows}  # a tied leaf, of two
         for i in self.rows[s]:
@@ -712,6 +727,7 @@ class _Forwards(_Run):
         if s == self.pipe.last:
             self.sums.add(y[1])
             y = None
+        self.note(FORWARD, s, m)
         self.hand_on(s, m, y)
 
 

@@ -147,8 +147,9 @@ def interleaved(stages: int, microbatches: int, *, virtual: int = 2, group: int 
 def breadth_first(stages: int, microbatches: int, *, virtual: int = 2) -> Schedule:
     """All microbatches through a rank's first stage, then through its next one (Lamy-Poirier 2023).
 
-    The interleaved schedule's bubble and GPipe's memory; a stage's parameters are gathered twice a step only, and its
-    gradients reduced early, which is what it is for (with ZeRO-3).
+    The interleaved schedule's bubble and GPipe's memory; a stage's gradients are reduced early, and its parameters would need to
+    be gathered twice a step only, which is what it is for (`with_collectives`; the runtime gathers layers one ahead, for
+    every microbatch, which never holds more than two).
     """
     _check(stages, microbatches, virtual=virtual)
     rows = [
