@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,9 +27,13 @@ from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.function import under_torch_func
 from fmegatron.grad import Trainable, as_at_rest, higher_order, scalar, to_local, trainable_leaves, unscaled
+from fmegatron.interleave import by_turns, halfway
 from fmegatron.sharding import Sharding
 from fmegatron.tree import flatten, is_tensor, leaves, like, named, tensors, tree_map, unflatten
 from fmegatron.zero import Reducer, cut_like_state, splits_state
+
+Overlap = Literal["none", "pairs", "1f1b"]
+OVERLAPS = ("none", "pairs", "1f1b")
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,22 @@ class Term:
 
 
 @dataclass(frozen=True)
+class EachRow:
+    """A statistic that is not summed: its parts of a rank's microbatches follow each other along the dim of their rows."""
+
+    items: torch.Tensor
+    dim: int = 0
+
+
+@dataclass(frozen=True)
 class Weight:
     """What a term's sum is divided by: Weight(mask, "batch seq"); and the term's coefficient in the loss.
 
-    With dims "" a number or a 0-d tensor is the weight of the whole global batch as it stands.
+    With dims "" a number or a 0-d tensor is the weight of the whole global batch as it stands. items may be a function of `sh`
+    that gives them, where they take what other ranks hold of the batch.
     """
 
-    items: torch.Tensor | float
+    items: torch.Tensor | float | Callable[[Sharding], torch.Tensor]
     dims: str = ""
     coefficient: float = 1.0
 
@@ -68,12 +81,13 @@ def accumulate(
     enter: Callable[[Any], Any] | None = None,
     leave: Callable[[Any], Any] | None = None,
     running: Callable[[Any, Any], Any] | None = None,
+    overlap: Overlap = "none",
 ) -> Callable:
     """f(params, batch, ctx=Ctx(), *, loss_scale=None) -> ((total, metrics), gradients) of a loss given as
     `loss(params, batch, ctx) -> (terms, stats)`.
 
     loss: terms is a dict of `Term`s, or one Term; stats is a tree of further tensors or Terms (or None), summed over
-        the batch.
+        the batch, or `EachRow`s.
     microbatches: into how many parts each rank cuts its rows (the first dim of every tensor of the batch), as evenly
         as they go.
     weights: weights(batch) -> {name: Weight} with a Weight for every term; it is called once, on the batch as this
@@ -90,6 +104,11 @@ def accumulate(
         Functions of a tree whose leaves may be None; the second is the first's transpose.
     running: (extras, stats) -> extras: what ctx.extras is for the next microbatch, by the stats of one, summed over ranks; for
         the first one it gets None. Results then depend on the number of microbatches.
+    overlap: which microbatches compute while another one's tokens are on their way to experts and back (see
+        `fmegatron.interleave`). "pairs": two at a time, forward beside forward and backward beside backward, with the
+        activations of two; "1f1b": the forward of each beside the backward of the one before, with the activations of one
+        and a part of another. Sums are those of "none", but for the order in which more than two microbatches are
+        added. Nothing changes where no token goes to other ranks.
 
     metrics: {"terms": {name: mean}, "sums": …, "weights": …, "stats": …} of the global batch, without gradients. With
         a key in ctx, ctx.rows tells every microbatch the global indices of its rows, so that dropout masks do not
@@ -106,6 +125,12 @@ def accumulate(
     """
     if microbatches < 1:
         raise UserError(f"microbatches={microbatches} must be at least 1")
+    if overlap not in OVERLAPS:
+        raise UserError(f"overlap={overlap!r} is not known: use one of {', '.join(OVERLAPS)}")
+    if overlap == "pairs" and running is not None:
+        raise UserError(
+            "overlap='pairs' runs two forwards at once, and running=… has each wait for the last: use '1f1b'"
+        )
 
     def run(
         params: Any, batch: Any, ctx: Ctx | None = None, *, loss_scale: float | None = None
@@ -127,25 +152,37 @@ def accumulate(
         grads: list[Any] = [None] * len(wanted)
         extras = ctx.extras if running is None else running(ctx.extras, None)
 
-        def add(aux: dict[str, Any]) -> None:
+        def add(aux: dict[str, Any], number: int) -> None:
             nonlocal extras
-            sums.add(aux)
+            sums.add(aux, number)
             if running is not None:
                 extras = running(extras, aux["stats"] if at_once else _Reduced(aux["stats"], ctx.sh).finish())
 
-        for number, (part, part_ctx) in enumerate(parts):
+        together = None if composable or overlap == "none" or len(parts) < 2 else _Together(grads, len(parts))
+
+        def one(number: int) -> None:
+            """The gradients and sums of one microbatch."""
+            part, part_ctx = parts[number]
             part_ctx = part_ctx if running is None else part_ctx.replace(extras=extras)
 
-            def of(p: Any, part: Any = part, part_ctx: Ctx = part_ctx) -> tuple[torch.Tensor, dict[str, Any]]:
+            def of(p: Any) -> tuple[torch.Tensor, dict[str, Any]]:
                 terms, stats = loss(p, part, part_ctx)
                 return evaluate(terms, stats, known, scale, ctx.sh, loss_scale, at_once)
 
             if composable:
-                add(_add_by_torch_func(of, params, wanted, grads, wide))
-                continue
+                add(_add_by_torch_func(of, params, wanted, grads, wide), number)
+                return
             reduce = late and (ctx.sh.rules.zero == 2 or number == len(parts) - 1)
+            to = (spec, ctx.sh) if reduce or (late and together is not None) else None
             with ctx.sh.others_refused() if late else contextlib.nullcontext():
-                _add_in_place(of, add, params, wanted, grads, wide, (spec, ctx.sh) if reduce else None)
+                _add_in_place(of, functools.partial(add, number=number), params, wanted, grads, wide, to, together)
+
+        runs = [functools.partial(one, number) for number in range(len(parts))]
+        if together is None:
+            for run_one in runs:
+                run_one()
+        else:
+            by_turns(runs, staggered=overlap == "1f1b")
         total, metrics, factor = sums.finish(scale, known)
         if factor is not None:
             for i, g in enumerate(grads):
@@ -216,6 +253,7 @@ class _Summand:
 
 def _counted(items: Any, dims: str, sh: Sharding) -> _Summand:
     """What `summed` sums, as far as this rank can."""
+    items = items(sh) if callable(items) else items
     if not isinstance(items, torch.Tensor):
         return _Summand(items)
     if sh.mesh is None or sh.check is not None or under_torch_func() or (not dims and not items.dim()):
@@ -228,6 +266,17 @@ def _local_sum(x: torch.Tensor, equation: str, sh: Sharding) -> tuple[torch.Tens
     """`sh.sum` without its arrows, and these; where they are no mere all-reduce, all of it."""
     y, steps = sh.local_sum(x, equation)
     return (sh.sum(x, equation), ()) if any(step.kind != "P>I" for step in steps) else (y, steps)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What microbatches have of an `EachRow`, by their numbers. In a tree it is one leaf."""
+
+    dim: int
+    parts: dict[int, torch.Tensor]
+
+    def whole(self) -> torch.Tensor:
+        return torch.cat([self.parts[n] for n in sorted(self.parts)], self.dim)
 
 
 class _Reduced:
@@ -343,7 +392,9 @@ class Sums:
         self.sh, self.left, self.at_once = sh, microbatches, at_once
         self.total: Any = None
 
-    def add(self, aux: dict[str, Any]) -> None:
+    def add(self, aux: dict[str, Any], number: int) -> None:
+        """number: that of the microbatch; they need not come in turn."""
+        aux = tree_map(lambda t: _Rows(t.dim, {number: t.items}) if isinstance(t, EachRow) else t, aux)
         if self.total is None:
             self.total = aux
         else:
@@ -357,6 +408,8 @@ class Sums:
     def _both(a: Any, b: Any) -> Any:
         if isinstance(a, _Summand):
             return _Summand(a.x + b.x, b.steps)
+        if isinstance(a, _Rows):
+            return _Rows(a.dim, {**a.parts, **b.parts})
         return a + b if is_tensor(a) else b
 
     def finish(
@@ -377,6 +430,7 @@ class Sums:
             for part, (name, s) in zip(parts, sums.items(), strict=True)
         }
         weights = {name: scale[name][0] for name in sums}
+        stats = tree_map(lambda t: t.whole() if isinstance(t, _Rows) else t, stats)
         metrics = {"terms": means, "sums": sums, "weights": weights, "stats": stats}
         return sum(parts[1:], start=parts[0]), metrics, factor
 
@@ -389,11 +443,13 @@ def _add_in_place(
     grads: list[Any],
     dtype: torch.dtype,
     reduce: tuple[Any, Sharding] | None = None,
+    together: _Together | None = None,
 ) -> None:
     """Adds of's gradients to `grads`, each leaf's as soon as the backward has it; and first its sums by `add_sums`.
 
     reduce: (spec, sh): take them on to the layout of the optimizer's state: the sums so far and these (in the last
-    microbatch), or with ZeRO-2 these, which are then added to the sums, which are there already.
+    microbatch), or with ZeRO-2 these, which are then added to the sums, which are there already. together: of the
+    microbatches that are under way at the same time; reduce is then given for all of them.
     """
     each = reduce is not None and reduce[1].rules.zero == 2
     flat, shape = flatten(params)
@@ -412,6 +468,8 @@ def _add_in_place(
             grads[i].add_(g)
 
     reducer = None if reduce is None else Reducer(reduce[0], wanted, reduce[1], add)
+    if together is not None and reducer is not None and not each:
+        reducer = together.reducer(reducer)
 
     def take(i: int) -> Callable:
         def hook(leaf: torch.Tensor) -> None:
@@ -429,10 +487,11 @@ def _add_in_place(
     for i, leaf in enumerate(flat):
         if not wanted[i]:
             continue
-        if reducer is None and torch.promote_types(leaf.dtype, dtype) == leaf.dtype:
+        if reducer is None and together is None and torch.promote_types(leaf.dtype, dtype) == leaf.dtype:
             leaf.grad = grads[i]  # autograd adds by itself
         else:
             leaf.register_post_accumulate_grad_hook(take(i))
+    halfway()
     if value.requires_grad and inputs:
         torch.autograd.backward(value, inputs=inputs)
     for i, leaf in enumerate(flat):
@@ -449,6 +508,36 @@ def _add_in_place(
                 grads[i] = zeros
     if reducer is not None:
         reducer.finish()
+
+
+class _Together:
+    """What microbatches share that are under way at the same time: a leaf's sum is reduced when all of them have added to
+    it. A reducer for their own eyes, which each of them gives every leaf and ends."""
+
+    def __init__(self, grads: list[Any], microbatches: int) -> None:
+        self.grads, self.running = grads, microbatches
+        self.left = [microbatches] * len(grads)
+        self.behind: Reducer | None = None
+
+    def reducer(self, made: Reducer) -> Any:
+        """This object; what reduces in the end is the first that any of them made."""
+        self.behind = made if self.behind is None else self.behind
+        return self
+
+    def add(self, i: int, g: Any) -> None:
+        """The sum of leaf i, with this microbatch's gradient."""
+        assert self.behind is not None
+        self.left[i] -= 1
+        if self.left[i]:
+            self.grads[i] = g
+        else:
+            self.behind.add(i, g)
+
+    def finish(self) -> None:
+        assert self.behind is not None
+        self.running -= 1
+        if not self.running:
+            self.behind.finish()
 
 
 def cut_off(t: Any) -> Any:
@@ -520,4 +609,6 @@ def cut_batch(batch: Any, ctx: Ctx, n: int) -> list[tuple[Any, Ctx]]:
     def part(t: Any, i: int) -> Any:
         return torch.tensor_split(t, n)[i] if is_tensor(t) and t.dim() else t
 
-    return [(tree_map(lambda t, i=i: part(t, i), batch), ctx.replace(rows=part(ctx.rows, i), parts=n)) for i in range(n)]
+    return [
+        (tree_map(lambda t, i=i: part(t, i), batch), ctx.replace(rows=part(ctx.rows, i), parts=n)) for i in range(n)
+    ]

@@ -11,6 +11,7 @@ from fmegatron.errors import ShardingError, UserError
 from fmegatron.grad import value_and_grad
 from fmegatron.graphs import cuda_graph
 from fmegatron.initializers import constant, normal, ones, truncated_normal, uniform, zeros
+from fmegatron.interleave import interleaved
 from fmegatron.launch import close_distributed as leave_processes
 from fmegatron.launch import init_distributed as join_processes
 from fmegatron.launch import is_first_process
@@ -89,6 +90,7 @@ __all__ = [
     "infer_over",
     "init",
     "inside_stage",
+    "interleaved",
     "is_first_process",
     "join_processes",
     "key",

@@ -192,6 +192,14 @@ class Checker(TorchFunctionMode):
         for axis, kind in types.items():
             self.match(x, axis, kind, where)
 
+    def applied(self, leaves: Mapping[str, Any], across: tuple[str, ...], where: str) -> None:
+        """Parameters that a trusted primitive reads beside its arguments, in work that differs along these axes: on those that
+        their own dims do not use they are R."""
+        for name, x in leaves.items():
+            for axis in across if isinstance(x, torch.Tensor) else ():
+                if self.get(x)[axis] != "S" and not isinstance(self.get(x)[axis], int):
+                    self.match(x, axis, "R", f"{where}: {name!r}")
+
     def result(self, y: torch.Tensor, args: Any, types: Layout) -> torch.Tensor:
         """A result of a trusted primitive; where its side names no dim, the type is what the arguments join to."""
         ins = _tensors(args)
@@ -323,6 +331,8 @@ def abstract_tables(rules: Rules) -> list[tuple[Mesh, Rules]]:
     second: dict[str, Any] = {**first, **{n: (*base_axis(n), *regions) for n in starred}}
     if "batch" in own:
         second["batch"] = (own["batch"], *experts)
+    for table in (first, second):
+        table |= _among_experts(table, primed, rules)
     tables = [first, second] if starred or experts else [first]
     return [
         (
@@ -331,6 +341,49 @@ def abstract_tables(rules: Rules) -> list[tuple[Mesh, Rules]]:
         )
         for table in tables
     ]
+
+
+def _among_experts(table: Mapping[str, Any], primed: list[str], rules: Rules) -> dict[str, Any]:
+    """The rows of tokens among experts, for the marked names that a table has: without the axes of experts and of their width
+    (batch', seq'), or of these alone (two marks); expert' are the experts' axes without tokens (see `standard_rules`)."""
+
+    def row(name: str, of: Mapping[str, Any] = table) -> tuple[str, ...]:
+        found = of.get(name) or ()
+        return (found,) if isinstance(found, str) else tuple(found)
+
+    expert, emlp = row("expert"), row("emlp")
+    found: dict[str, Any] = {}
+    for name in primed:
+        if base(name) in ("batch", "seq"):
+            # does it stay divided as between blocks, by these rules?
+            star = f"{base(name)}*" in table and not {*row(name, rules.compute)} <= {*row(base(name), rules.compute)}
+            out = emlp if name.endswith("''") else expert + emlp
+            every = row(f"{base(name)}*" if star else base(name))
+            found[name] = tuple(every[: next((i for i, a in enumerate(every) if a in out), len(every))])
+    tokens = [a for n in ("batch''", "seq''") for a in found.get(n, ())]
+    if "expert'" in primed:
+        found["expert'"] = tuple(a for a in expert if a not in tokens)
+    return found
+
+
+class Noted(Mapping[str, Any]):
+    """A mapping that remembers which of its values were read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values_, self.read = values, dict[str, Any]()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read[name] = self.values_[name]
+        return self.read[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.values_
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_)
+
+    def __len__(self) -> int:
+        return len(self.values_)
 
 
 def check(

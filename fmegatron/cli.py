@@ -131,6 +131,13 @@ def schedule(arguments: Sequence[str]) -> int | None:
     return run(parse(ScheduleConfig, "schedule", arguments))
 
 
+def plan(arguments: Sequence[str]) -> int | None:
+    """Find the fastest layouts that fit, for GPUs that need not be there; tell where memory and time go."""
+    from fmegatron.plan_command import PlanConfig, run
+
+    return run(parse(PlanConfig, "plan", arguments))
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "generate": generate,
@@ -139,6 +146,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "describe": describe,
     "verify": verify,
     "schedule": schedule,
+    "plan": plan,
     "bench": bench,
 }
 

@@ -115,10 +115,15 @@ class ExpertConfig:
     """Choices that an expert takes of a sequence, in shares of an even load; 0: all."""
     drop: Literal["probability", "position"] | None = None
     """Which choices of a full expert are dropped: those of least weight, or the last ones."""
-    group: Literal["sequence", "batch"] | None = None
-    """On what balance, capacity, expert choice and Sinkhorn act: each sequence, or the whole batch (one microbatch)."""
+    group: Literal["sequence", "batch", "approximate"] | None = None
+    """On what balance, capacity, expert choice and Sinkhorn act: each sequence, or the whole batch (with one microbatch, or
+    --moe.two-passes). approximate: the balance loss counts the microbatches so far, and so depends on their number."""
+    two_passes: bool | None = None
+    """With --moe.group batch and several microbatches: read the batch first without gradients, for what is about all of it.
+    The result is that of one microbatch; a step costs a forward pass more."""
     switch_loss: float | None = None
-    """Weight of the loss that balances the load."""
+    """Weight of the loss that balances the load, in every layer 1 where it is even. None: what the published config.json turns on:
+    DeepSeek's aux_loss_alpha; of other presets nothing, and with --init-from router_aux_loss_coef with output_router_logits."""
     z_loss: float | None = None
     """Weight of the router's z-loss."""
     expert_bias: bool | None = None
@@ -276,6 +281,8 @@ class LogConfig:
     """Seconds between lines of progress in the log (and on a standard output that is not a terminal)."""
     tensorboard: bool = True
     """Write TensorBoard files to OUT/tensorboard."""
+    load: int = 10
+    """Of a model with experts, steps between rows of OUT/load.jsonl: how many tokens each expert of each layer got; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -323,6 +330,11 @@ class TrainConfig:
     """Fields of --init-from's config.json that are not known here and that you know to change nothing: a,b."""
     model_overrides: ModelOverrides = field(default_factory=ModelOverrides)
     moe: ExpertConfig = field(default_factory=ExpertConfig)
+    mtp: int | None = None
+    """Modules behind the layers that learn to predict a token further each (multi-token prediction, DeepSeek-V3); evaluation and
+    generation do without them. None: as many as the model has, which is none but for a folder of --init-from with some."""
+    mtp_weight: float = 0.1
+    """Weight of the mean of these modules' losses."""
     dropout: float = 0.0
     """Probability that dropout zeroes an element of a layer's output."""
 
@@ -348,9 +360,19 @@ class TrainConfig:
     """Ranks over which a layer's experts lie; with etp it divides the ranks of --mesh, whatever dp, cp and tp are."""
     etp: int = 1
     """Ranks that hold parts of each expert. Where neither ep nor etp is given that is tp."""
-    dispatch: Literal["dense", "all-gather", "all-to-all"] = "all-to-all"
+    dispatch: Literal["dense", "all-gather", "all-to-all", "padded"] = "all-to-all"
     """How tokens reach their experts: dense, every expert computes every token (slow, for comparison); all-gather, tokens
-    are gathered over ep; all-to-all, each goes to the ranks of its experts and back."""
+    are gathered over ep; all-to-all, each goes to the ranks of its experts and back; padded, the same with every expert filled up
+    to --moe.capacity, so that all sizes are known beforehand."""
+    microbatch_overlap: Literal["none", "pairs", "1f1b"] = "none"
+    """Which microbatches compute while the tokens of another one are on their way to experts on other ranks and back. pairs: two
+    at a time, with the activations of two; 1f1b: the forward of each with the backward of the one before (with pp, the pairs that --schedule
+    dualpipev joins). Results are the same."""
+    record_routing: str | None = None
+    """Folder to which the experts that every token chose are written, a file a step."""
+    replay_routing: str | None = None
+    """Folder of --record-routing whose choices replace those of the router, step by step, on whatever mesh; their weights and
+    the router's gradients are this run's."""
     nproc: int = 1
     """Processes to start on this machine; under torchrun none are started."""
     schedule: str = "1f1b"
@@ -359,9 +381,14 @@ class TrainConfig:
     table with --out."""
     virtual: int | None = None
     """Stages on each rank of a pipeline, for interleaved and bfs; None: 2."""
+    group: int | None = None
+    """Microbatches that run through one stage of a rank before its next stage has its turn, for interleaved; None: as many as
+    there are ranks, or a little more where that does not divide the microbatches."""
     stages: str | None = None
     """What each stage of a pipeline holds, in Megatron-LM's notation: E the embedding, t a layer, L the head, | between
-    stages, such as Et|ttt|ttL. None: as even as can be."""
+    stages, such as Et|ttt|ttL. Or by a word: ends, even with embedding and head counted as a layer each; cost, so that the
+    costliest stage is as cheap as can be by estimated floating-point operations; first=2,last=1, so many layers on the first
+    and the last stage. None: as even as can be."""
     device: str = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
 
@@ -371,7 +398,8 @@ class TrainConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     fp8: Literal["tensorwise", "rowwise", "blockwise", "delayed"] | None = None
     """Matrix products of the layers in fp8, forward and backward, by what shares a scale: tensorwise, a tensor; rowwise, a row;
-    blockwise, 1×128 numbers of activations and 128×128 of weights; delayed, a tensor, by its last steps. More under
+    blockwise, 1×128 numbers of activations and 128×128 of weights; delayed, a tensor, by its last steps. Experts are scaled by
+    rows with tensorwise and rowwise, and stay in the compute format with the others, as the router does. More under
     --precision.fp8-*."""
     remat: str = "everything"
     """What a layer keeps for the backward pass; the rest is computed again: everything, nothing (but its input), or the

@@ -144,14 +144,16 @@ class _Lane:
         _here.lane = self
         try:
             self.check()
-            for self.number in range(self.place, len(self.all.functions), 2):
-                self.wait_for(self.number - 1, 1)
-                self.all.results[self.number] = self.all.functions[self.number]()
-                self.all.progress[self.number] = 2
+            for number in range(self.place, len(self.all.functions), 2):
+                self.number = number
+                self.wait_for(number - 1, 1)
+                self.all.results[number] = self.all.functions[number]()
+                self.all.progress[number] = 2
         except _Ended:
             pass
         except BaseException as error:
-            self.all.failed = self.all.failed or error
+            if self.all.failed is None:
+                self.all.failed = error
         finally:
             _here.lane = before
             self.over = True

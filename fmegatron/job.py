@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fmegatron import random
+from fmegatron.accumulate import accumulate
 from fmegatron.axes import PIPELINE, parse_axes
 from fmegatron.config import TrainConfig
 from fmegatron.data import TokenDataset, eval_batches
@@ -34,7 +35,9 @@ from fmegatron.job_optim import make_loss_scaling, make_optimizer
 from fmegatron.loss_scale import LossScale, LossScaling
 from fmegatron.mesh import Mesh, make_mesh
 from fmegatron.models import Decoder, DecoderConfig, load_hf
+from fmegatron.models.decoder import GATED
 from fmegatron.models.fused import FUSED
+from fmegatron.models.moe import MoE, running_counts
 from fmegatron.models.upcycle import upcycled
 from fmegatron.offload import on_host
 from fmegatron.optim import Optimizer
@@ -44,8 +47,10 @@ from fmegatron.parallel.context import factoring
 from fmegatron.parallel.folding import expert_factoring, problem_of_experts
 from fmegatron.parallel.legality import FLAGS, check_layout, flags
 from fmegatron.parallel.pipeline import Pipeline, inside_stage, pipeline
-from fmegatron.parallel.schedules import Schedule, make_schedule
-from fmegatron.parallel.stages import parse_layout
+from fmegatron.parallel.routing_record import read_record, recorded_steps, step_file
+from fmegatron.parallel.schedules import COMPUTE, Schedule, make_schedule
+from fmegatron.parallel.stages import Stage, by_cost, estimated_costs, even, parse_layout, uneven
+from fmegatron.parallel.two_passes import in_two_passes, needs_two_passes
 from fmegatron.precision import Precision, dtype_of
 from fmegatron.primitives.rotary import DynamicNTKScaling, LongRoPEScaling
 from fmegatron.remat import offload
@@ -183,7 +188,7 @@ def make_pipeline(config: TrainConfig, model: Decoder, setup: Setup) -> Pipeline
     ranks = setup.mesh.sizes.get(PIPELINE, 1)
     if PIPELINE not in setup.mesh.sizes:
         default = TrainConfig()
-        for name in ("schedule", "virtual", "stages"):
+        for name in ("schedule", "virtual", "group", "stages"):
             if getattr(config, name) != getattr(default, name):
                 raise UserError(
                     f"--{name} {getattr(config, name)} is for a mesh with pp: add it to --mesh, or leave it out"
@@ -198,24 +203,29 @@ def make_pipeline(config: TrainConfig, model: Decoder, setup: Setup) -> Pipeline
         raise UserError(f"--schedule {config.schedule}: {error}") from None
     stages = None
     if config.stages is not None:
-        stages = parse_layout(config.stages, layers=model.config.layers)
+        stages = stages_of(config, model.config, schedule.stages)
         if len(stages) != schedule.stages:
             raise UserError(
                 f"--stages {config.stages} has {len(stages)} stages, but --schedule {config.schedule} on pp={ranks} has "
                 f"{schedule.stages}"
             )
-    return pipeline(model, schedule, mesh=setup.mesh, axis=PIPELINE, assignment=stages)
+    overlap = config.microbatch_overlap != "none"
+    if overlap and not any(a.joined and a.kind in COMPUTE for program in schedule.programs for a in program):
+        raise UserError(
+            f"--microbatch-overlap {config.microbatch_overlap} in a pipeline is for a schedule that joins forwards and backwards: use "
+            f"--schedule dualpipev in place of {config.schedule}, or leave it out"
+        )
+    return pipeline(model, schedule, mesh=setup.mesh, axis=PIPELINE, assignment=stages, overlap=overlap)
 
 
 def schedule_of(config: TrainConfig, ranks: int) -> Schedule:
     """The schedule of a run by its name, or of its file. Raises UserError for one that does not fit the run."""
     microbatches = config.batch.microbatches
     if not {"/", "\\", "."} & set(config.schedule):
-        return make_schedule(config.schedule, ranks, microbatches, virtual=config.virtual)
-    if config.virtual is not None:
-        raise UserError(
-            f"--virtual {config.virtual} is for a schedule by its name: the file says which stages a rank has"
-        )
+        return make_schedule(config.schedule, ranks, microbatches, virtual=config.virtual, group=config.group)
+    for name in ("virtual", "group"):
+        if (given := getattr(config, name)) is not None:
+            raise UserError(f"--{name} {given} is for a schedule by its name: the file has its own order, leave it out")
     found = schedule_text.read(config.schedule)
     for what, have, wanted, flag in (
         ("ranks", found.ranks, ranks, f"pp={found.ranks} in --mesh"),
@@ -224,6 +234,36 @@ def schedule_of(config: TrainConfig, ranks: int) -> Schedule:
         if have != wanted:
             raise UserError(f"the table has {have} {what}, and the run {wanted}: use {flag}, or another table")
     return found
+
+
+def stages_of(config: TrainConfig, sizes: DecoderConfig, count: int) -> tuple[Stage, ...]:
+    """What --stages means for so many stages. Raises UserError for what means nothing, or does not fit the model."""
+    text = config.stages or ""
+    if text == "ends":
+        return even(sizes.layers, count, count_embedding=True, count_head=True)
+    if text == "cost":
+        if sizes.moe is not None or sizes.mla is not None:
+            raise UserError(
+                "--stages cost estimates layers of plain attention and a dense feed-forward: give a layout such as Et|tt|ttL"
+            )
+        costs, head = estimated_costs(
+            layers=sizes.layers,
+            embed=sizes.embed,
+            heads=sizes.heads,
+            mlp=sizes.mlp,
+            vocab=sizes.vocab,
+            seq_len=config.batch.seq_len,
+            kv_heads=sizes.kv_heads,
+            head=sizes.head,
+            gated=sizes.activation in GATED,
+        )
+        return by_cost(costs, count, head=head)
+    if "=" in text:
+        found = parse_axes(text, argument="--stages")
+        if wrong := [name for name in found if name not in ("first", "last")]:
+            raise UserError(f"--stages {text}: {wrong[0]} is neither first nor last: write first=2,last=1")
+        return uneven(sizes.layers, count, **found)
+    return parse_layout(text, layers=sizes.layers)
 
 
 def make_precision(config: TrainConfig, device: torch.device) -> Precision:
@@ -252,7 +292,9 @@ def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:
         kernel=config.kernels,
         keep_probabilities=config.keep_probabilities,
         dispatch=config.dispatch,
+        record_routing=config.record_routing is not None,
     )
+    check_routing_files(config, sizes)
     pipe = make_pipeline(config, model, setup)
     held = pipe.held if pipe is not None else lambda tree: tree
     spec = held(model.spec())
@@ -270,11 +312,77 @@ def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:
         donate=True,
         check_finite=not late,
         loss_scale=scaling,
-        gradients=pipe,
+        gradients=make_gradients(config, model, setup, spec, pipe),
         update_params=model.update_params,
     )
     step = cuda_graph(step) if config.cuda_graph else step
     return Run(setup, model, spec, optimizer, scaling, step, late, pipe)
+
+
+def make_gradients(
+    config: TrainConfig, model: Decoder, setup: Setup, spec: Any, pipe: Pipeline | None
+) -> Callable[..., Any] | None:
+    """What stands for `accumulate(model.loss, …)` in a step; None for that itself. Raises UserError for microbatches that routing
+    does not allow."""
+    n, moe = config.batch.microbatches, model.config.moe
+    check_overlap(config, model.config)
+    if config.moe.two_passes and (moe is None or moe.routing.group != "batch"):
+        raise UserError("--moe.two-passes is for --moe.group batch: add it, or leave --moe.two-passes out")
+    if n == 1 or moe is None:
+        return pipe
+    running = running_counts(model.config, device=setup.device)
+    if running is not None and pipe is not None:
+        raise UserError(
+            f"--moe.group approximate with --mesh {config.mesh}: a pipeline has no running counts: use --moe.group sequence, or "
+            "batch with --moe.two-passes"
+        )
+    two = needs_two_passes(model)
+    if two and not config.moe.two_passes:
+        raise UserError(
+            f"--moe.group batch with --batch.microbatches {n}: it is about the whole batch: add --moe.two-passes True (a forward "
+            "pass more), use --batch.microbatches 1, or --moe.group sequence"
+        )
+    overlap = config.microbatch_overlap
+    if pipe is not None or not (two or running or overlap != "none"):
+        return in_two_passes(model, pipe, microbatches=n) if pipe is not None else None
+    gradients = accumulate(model.loss, n, weights=model.weights, spec=spec, running=running, overlap=overlap)
+    return in_two_passes(model, gradients, microbatches=n)
+
+
+def check_overlap(config: TrainConfig, sizes: DecoderConfig) -> None:
+    """Raises UserError for --microbatch-overlap where it would mean nothing, or is not possible."""
+    flag = f"--microbatch-overlap {config.microbatch_overlap}"
+    for wrong, message in (
+        (sizes.moe is None, "the model has no experts, whose exchanges it hides: leave it out"),
+        (config.batch.microbatches == 1, "there is one microbatch: add --batch.microbatches 2, or leave it out"),
+        (
+            PIPELINE in parse_axes(config.mesh or "dp=1", argument="--mesh") and config.microbatch_overlap == "pairs",
+            "a pipeline joins a forward and a backward: use --microbatch-overlap 1f1b",
+        ),
+        (
+            config.microbatch_overlap == "pairs" and config.moe.group == "approximate",
+            "--moe.group approximate counts the microbatches before: use --microbatch-overlap 1f1b",
+        ),
+    ):
+        if wrong and config.microbatch_overlap != "none":
+            raise UserError(f"{flag}: {message}")
+
+
+def check_routing_files(config: TrainConfig, sizes: DecoderConfig) -> None:
+    """Raises UserError for a recording or a replay of what is not there."""
+    for flag, folder in (("--record-routing", config.record_routing), ("--replay-routing", config.replay_routing)):
+        if folder is not None and sizes.moe is None:
+            raise UserError(f"{flag} {folder}: the model has no experts: leave it out")
+    folder = config.replay_routing
+    if folder is None or step_file(folder, config.steps).is_file():
+        return
+    if not (there := recorded_steps(folder)):
+        raise UserError(
+            f"--replay-routing {folder} has no recorded step: give the folder of a run with --record-routing"
+        )
+    raise UserError(
+        f"--replay-routing {folder} has no step {config.steps}, the last one there is {there[-1]}: use --steps {there[-1]}"
+    )
 
 
 def kept_policy(config: TrainConfig, sizes: DecoderConfig) -> Callable[[str], bool]:
@@ -355,15 +463,23 @@ class Batches:
     """The part of each global batch that this rank holds: its rows, and of the sequence its columns; filled up where
     the batch does not divide."""
 
-    def __init__(self, config: TrainConfig, setup: Setup) -> None:
+    def __init__(self, config: TrainConfig, setup: Setup, *, layers: int = 0, moe: MoE | None = None) -> None:
         sh = setup.sh
         self.size, self.seq_len, self.sh, self.device = config.batch.size, config.batch.seq_len, sh, setup.device
         self.rows, self.no_rows = held_positions(config.batch.size, "batch", sh)
         self.columns, self.no_columns = held_positions(config.batch.seq_len, "seq", sh)
+        self.replayed, self.choices = config.replay_routing, (0, 0)
+        if moe is not None:
+            self.choices = len(moe.layers(layers)), moe.routing.choices
 
     def train(self, data: TokenDataset, step: int) -> dict[str, torch.Tensor]:
         """A pure function of (data, seed, step)."""
-        return self._placed(data.batch(step, batch_size=self.size, rows=self.rows, columns=self.columns))
+        batch = data.batch(step, batch_size=self.size, rows=self.rows, columns=self.columns)
+        if self.replayed is not None:
+            shape = (self.size, self.seq_len, *self.choices)
+            found = read_record(self.replayed, step + 1, rows=self.rows, columns=self.columns, shape=shape)
+            batch = {**batch, "routing": found}
+        return self._placed(batch)
 
     def held_out(self, data: TokenDataset, limit: int | None) -> Iterator[dict[str, torch.Tensor]]:
         """Every held-out token once, in order; at most `limit` batches. The last is filled with rows that do not

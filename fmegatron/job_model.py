@@ -69,7 +69,7 @@ def resumed_model(config: TrainConfig, saved: DecoderConfig, where: str) -> Deco
                 f"{getattr(saved, name)}, so its leaves are others: leave it out to go on as it began, or export the run "
                 "and begin another with --init-from, which takes either"
             )
-    free = ("dropout", "init_std", *(() if saved.positions == "learned" else ("max_seq",)))
+    free = ("dropout", "init_std", "mtp_weight", *(() if saved.positions == "learned" else ("max_seq",)))
     fields = [f.name for f in dataclasses.fields(saved) if f.name not in free]
     differ = [
         f"{n} {getattr(saved, n)} (now {getattr(wanted, n)})" for n in fields if getattr(saved, n) != getattr(wanted, n)
@@ -110,7 +110,7 @@ def computations(sizes: DecoderConfig) -> tuple[str, ...]:
         shared = tuple(f"shared_{n}" for n in dense) if sizes.moe.shared else ()
         experts = ("router", "experts_up", "experts_down", *shared)
         dense = (*experts, *dense) if sizes.moe.dense_layers else experts
-    return (*qkv, "attention", "o", *dense)
+    return (*qkv, "attention", "o", *dense, *(("join",) if sizes.mtp else ()))
 
 
 def remat_policy(config: TrainConfig, sizes: DecoderConfig) -> Callable[[str], bool]:
@@ -179,12 +179,17 @@ def check_fp8(config: TrainConfig, sizes: DecoderConfig, sh: Sharding) -> None:
     if (m := sizes.mla) is not None:
         widths = {"q": one, "q_up": one, "q_down": m.q_rank or 0, "kv_down": m.kv_rank + m.rope}
         widths |= {"kv_up": kv * (m.nope + m.value), "o": kv * m.value}
-    widths |= {"gate": mlp, "up": mlp, "down": mlp, "gate_up": 2 * mlp}
+    widths |= {"gate": mlp, "up": mlp, "down": mlp, "gate_up": 2 * mlp, "join": 2 * sizes.embed}
+    if sizes.moe is not None:
+        expert, shared = sh.local_size("emlp", sizes.moe.mlp), sh.local_size("mlp", sizes.moe.shared)
+        widths |= {"experts_up": expert, "experts_down": expert}
+        widths |= {f"shared_{n}": 2 * shared if n == "gate_up" else shared for n in ("gate", "up", "down", "gate_up")}
     ranks = {n: 1 if sh.mesh is None else sh.mesh.size(sh.axes(n)) for n in ("batch", "seq")}
     rows = -(-config.batch.size // ranks["batch"])
     length = -(-config.batch.seq_len // ranks["seq"])
     tokens = {math.ceil(rows / config.batch.microbatches) * length, rows // config.batch.microbatches * length}
     names = [n for n in computations(sizes) if n != "attention" and not fp8.keeps(n)]
+    names = [n for n in names if fp8.scales_groups or not n.startswith("experts_")]
     found = {f"{n} is {widths[n]} wide": widths[n] for n in names}
     found |= {f"the model is {sizes.embed} wide (embed)": sizes.embed}
     found |= {f"a microbatch has {n} tokens": n for n in tokens if n}
@@ -257,6 +262,8 @@ def _pretrained(config: TrainConfig) -> DecoderConfig:
             raise UserError(f"--moe with the dense model of --init-from {config.init_from}: {error}") from None
     for name, value in given.items():
         flag = f"--model-overrides.{_flag(name)}"
+        if name == "mtp":
+            continue
         if name == "vocab":
             raise UserError(f"{flag}: with --init-from the vocabulary is changed by --resize-vocab {value}")
         if name == "family" or not _same_shapes(base, name, value):
@@ -309,12 +316,15 @@ def _changes(config: TrainConfig, base: DecoderConfig) -> dict[str, Any]:
             given[name] = None
     if (experts := _experts(config, base, given)) is not None:
         given["moe"] = experts
+    if config.mtp is not None:
+        given["mtp"] = config.mtp
     return given
 
 
 def _experts(config: TrainConfig, base: DecoderConfig, given: dict[str, Any]) -> MoE | None:
     """The experts that --moe.* asks for; None where it says nothing. Raises UserError for settings that do not fit."""
     asked = {f.name: v for f in dataclasses.fields(ExpertConfig) if (v := getattr(config.moe, f.name)) is not None}
+    asked.pop("two_passes", None)  # which is not the model's
     if base.moe is not None and base.moe.mlp == base.mlp and "mlp" in given:
         asked.setdefault("mlp", given["mlp"])  # where a family has one field for both
     if not asked:
@@ -348,7 +358,7 @@ def _experts(config: TrainConfig, base: DecoderConfig, given: dict[str, Any]) ->
 
 def _replaced(config: TrainConfig, base: DecoderConfig, given: dict[str, Any]) -> DecoderConfig:
     try:
-        return dataclasses.replace(base, **{**given, "dropout": config.dropout})
+        return dataclasses.replace(base, **{**given, "dropout": config.dropout, "mtp_weight": config.mtp_weight})
     except UserError as error:
         source = f"--init-from {config.init_from}" if config.init_from else f"--model {model_name(config)}"
         raise UserError(f"{source} with --model-overrides: {error}") from None

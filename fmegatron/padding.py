@@ -22,7 +22,15 @@ from fmegatron.rules import base
 from fmegatron.sharding import Sharding
 
 # What fills up each tensor of a batch: no loss, no document.
-FILLING: dict[str, Any] = {"tokens": 0, "labels": -100, "mask": 0, "segments": -1, "positions": 0, "real": False}
+FILLING: dict[str, Any] = {
+    "tokens": 0,
+    "labels": -100,
+    "mask": 0,
+    "segments": -1,
+    "positions": 0,
+    "real": False,
+    "routing": 0,
+}
 
 
 def divisible_size(n: int, dim: str, sh: Sharding) -> int:

@@ -7,6 +7,7 @@ memory. torch's own checkpoint is none of these: it fails under torch.func and w
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -131,8 +132,8 @@ def _through_host(f: Callable, policy: Offload) -> Split:
     return Split(forward, backward, backward_input, s.backward_weight)
 
 
-class _Seen:
-    """A policy that notes what it accepts."""
+class _Seen(threading.local):
+    """A policy that notes what it accepts, for each thread by itself: another one may be in the middle of its forward."""
 
     def __init__(self, policy: Offload) -> None:
         self.policy, self.names = policy, list[str]()

@@ -70,6 +70,7 @@ class Reporter:
         self._log = open(self.out / "log.txt", "a", encoding="utf-8")
         for row in keep_rows_before(self.out / "metrics.jsonl", first_step):
             self._remember(row)
+        keep_rows_before(self.out / "load.jsonl", first_step)
         self._metrics = open(self.out / "metrics.jsonl", "a", encoding="utf-8")
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -123,6 +124,13 @@ class Reporter:
         if self._active:
             path.write_text(loss_curve(self.train, self.validation, title=title), encoding="utf-8")
         return path
+
+    def load(self, step: int, tokens: Mapping[int, list[int]]) -> None:
+        """Write a row of load.jsonl: how many tokens each expert got, {layer: a number for each}."""
+        if self._active:
+            row = {"step": step, "tokens": {str(layer): counts for layer, counts in tokens.items()}}
+            with open(self.out / "load.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
 
     def load_map(self) -> Path | None:
         """Draw OUT/load.svg, how uneven the load of the experts was by step and layer, from all steps of the run, and give its

@@ -117,6 +117,7 @@ def standard_rules(
         "qkv": None,  # of a fused leaf: the queries of a kv head, its key and its value
         "mlp": present("tp"),
         "gated": None,  # of a fused leaf: gate and up
+        "both": None,  # an embedding and a hidden state, one behind the other (fmegatron.models.mtp)
         **dict.fromkeys(LATENT),
         "vocab": present("tp"),
         "embed": None,
@@ -142,7 +143,7 @@ def standard_rules(
         store = present("fsdp") or present("dp")
     return Rules(
         compute=compute,
-        activations=(*Rules.activations, "qkv", "gated", "mlp", *LATENT, *_EXPERT_DIMS),  # not every model has them
+        activations=(*Rules.activations, "qkv", "gated", "both", "mlp", *LATENT, *_EXPERT_DIMS),  # not every model has them
         store=store,
         zero=3 if zero is None else zero,
         store_optimizer=store_optimizer,

@@ -48,7 +48,7 @@ class ScheduleConfig:
     many as there are ranks, or a little more where that does not divide the microbatches."""
     costs: str = "f=1,b=1,w=1,comm=0"
     """What a stage takes for a microbatch: f forward, b backward by input, w backward by weight, comm a message, fb a
-    forward and a backward that overlap, gather, reduce; f=1:1:1:2 gives every stage its own. With all: of everything on
+    forward and a backward that overlap, gather, reduce, a2a the exchanges of experts, which such a pair hides; f=1:1:1:2 gives every stage its own. With all: of everything on
     a rank."""
     after_input: float = 1.0
     """What a microbatch keeps between backward by input and backward by weight, if it keeps 1 after its forward."""

@@ -244,9 +244,10 @@ def evaluate(
     def run(params: Any, batch: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         terms, _ = loss(params, batch, Ctx(sh=sh))
         known = weights(batch)
-        return {
-            name: (summed(t.items, t.dims, sh), summed(torch.as_tensor(known[name].items), known[name].dims, sh))
-            for name, t in terms.items()
-        }
+
+        def weight(w: Weight) -> torch.Tensor:
+            return summed(torch.as_tensor(w.items(sh) if callable(w.items) else w.items), w.dims, sh)
+
+        return {name: (summed(t.items, t.dims, sh), weight(known[name])) for name, t in terms.items()}
 
     return run

@@ -50,9 +50,10 @@ from fmegatron.job_optim import ADAMS, optimizer_form
 from fmegatron.launch import close_distributed, init_distributed
 from fmegatron.models import DecoderConfig, config_from_dict, config_to_dict
 from fmegatron.models.hf import GENERATION, TOKENIZER_FILES
-from fmegatron.models.moe import load_metrics
+from fmegatron.models.moe import load_metrics, unread_counts
 from fmegatron.offload import settle
 from fmegatron.optim import ema_params
+from fmegatron.parallel.routing_record import whole_record, write_record
 from fmegatron.precision import dtype_name
 from fmegatron.report import Reporter, measure_matmul_flops
 from fmegatron.sharding import Sharding
@@ -396,14 +397,17 @@ class Loop:
     ) -> None:
         self.config, self.run, self.report, self.stop, self.start = config, run, report, stop, start
         self.train_data, self.valid_data, self.data, self.tokenizer = train, valid, data, tokenizer
-        self.batches = job.Batches(config, run.setup)
+        sizes = run.model.config
+        self.batches = job.Batches(config, run.setup, layers=sizes.layers, moe=sizes.moe)
         self.ahead = Prefetched(lambda n: self.batches.train(train, n), run.setup.device, last=config.steps)
-        self.untold: tuple[int, Callable[[], dict[str, Any]]] | None = None  # the last step, whose row is to come
+        # the last step, whose row is to come, and the load of its experts if that is to be written
+        self.untold: tuple[int, Callable[[], dict[str, Any]], torch.Tensor | None] | None = None
         self.told = time.perf_counter()  # when the row before came
-        plain = dataclasses.replace(run.model, label_smoothing=0.0, z_loss=0.0)
+        plain = dataclasses.replace(run.model, label_smoothing=0.0, z_loss=0.0, record_routing=False)
         self.evaluate = evaluate(plain.loss, weights=plain.weights, sh=run.sh)
         if run.pipe is not None:
-            self.evaluate = functools.partial(run.pipe.of(plain).evaluate, ctx=Ctx(sh=run.sh))
+            extras = unread_counts(sizes, device=run.setup.device)
+            self.evaluate = functools.partial(run.pipe.of(plain).evaluate, ctx=Ctx(sh=run.sh, extras=extras))
         self.out = Path(config.out)
         self.saved: Path | None = None
         self.state: TrainState | None = None  # before the step under way
@@ -437,8 +441,12 @@ class Loop:
         if self.untold is None:
             self.told = time.perf_counter()
         state, metrics = self.run.step(state, self.ahead(state.step))
-        metrics |= load_metrics(metrics.pop("stats"), self.run.model.config)
-        before, self.untold = self.untold, (state.step, fetched(metrics))
+        stats = metrics.pop("stats")
+        metrics |= load_metrics(stats, self.run.model.config)
+        if self.config.record_routing is not None:
+            self.record_routing(state.step, stats["routing"])
+        load = stats["load"] if self.run.model.config.moe and _due(state.step, self.config.log.load) else None
+        before, self.untold = self.untold, (state.step, fetched(metrics), load)
         self.ahead.begin(state.step)
         if not self.run.late:
             self.tell_all()
@@ -452,7 +460,15 @@ class Loop:
         if before is not None:
             self.tell(*before)
 
-    def tell(self, step: int, read: Callable[[], dict[str, Any]]) -> None:
+    def record_routing(self, step: int, chosen: torch.Tensor) -> None:
+        """Writes what every token of a step chose; chosen[layer batch seq* choice]."""
+        batch, moe = self.config.batch, self.run.model.config.moe
+        assert self.config.record_routing is not None and moe is not None
+        whole = whole_record(chosen, self.run.sh, rows=batch.size, seq=batch.seq_len)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write_record(self.config.record_routing, step, whole, moe.routing.experts)
+
+    def tell(self, step: int, read: Callable[[], dict[str, Any]], load: torch.Tensor | None = None) -> None:
         """The row of a step. ms: the time since the row before, which is that of a step when one follows the other.
         Raises NonFiniteError where the step itself has left that to us."""
         metrics = read()
@@ -463,6 +479,9 @@ class Loop:
                 if not math.isfinite(metrics[name]):
                     raise NonFiniteError(step, what)
         self.report.step(step, loss=metrics.pop("loss"), tokens=metrics.pop("tokens"), ms=ms, **metrics)
+        sizes = self.run.model.config
+        if load is not None and sizes.moe is not None:
+            self.report.load(step, dict(zip(sizes.moe.layers(sizes.layers), load.long().tolist(), strict=True)))
 
     def save(self, state: TrainState) -> None:
         settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -89,6 +90,8 @@ class DecoderConfig:
     max_seq: the longest sequence that the model is made for; with learned positions the number of rows.
     dropout: on the output of each attention and feed-forward part.
     init_std: of the initial matrices; those that write to the stream start smaller by sqrt(2 · layers).
+    mtp, mtp_weight: modules that predict further tokens (see `fmegatron.models.mtp`), and the weight of the mean of their
+        losses in training; with a weight of 0 they are not computed.
 
     fused_qkv, fused_gate_up: queries, keys and values are one leaf `qkv`; gate and up are one leaf `gate_up`; one product
         makes what each of them would. The same function of other leaves: `fmegatron.models.fused` says when it is faster.
@@ -131,6 +134,8 @@ class DecoderConfig:
     max_seq: int = 4096
     dropout: float = 0.0
     init_std: float = 0.02
+    mtp: int = 0
+    mtp_weight: float = 0.1
     fused_qkv: bool = False
     fused_gate_up: bool = False
 
@@ -160,6 +165,15 @@ class DecoderConfig:
             raise UserError(f"pattern={self.pattern!r} has windowed layers: give window=…, the keys that a query sees")
         if self.mla is not None:
             self._check_mla(self.mla)
+        if not isinstance(self.mtp, int) or isinstance(self.mtp, bool) or self.mtp < 0:
+            raise UserError(f"mtp={self.mtp!r}, the number of prediction modules, must be an int of 0 or more")
+        if not 0 <= self.mtp_weight < math.inf:
+            raise UserError(f"mtp_weight={self.mtp_weight!r} must be a number of 0 or more")
+        if self.mtp and self.moe is not None and self.moe.routing.group != "sequence":
+            raise UserError(
+                f'mtp={self.mtp} with routing of group="{self.moe.routing.group}": the tokens of a prediction module are fewer than '
+                'those of the layers, and are counted by sequence: use group="sequence"'
+            )
         if self.norm == "layer" and (self.norm_zero_centred or self.norm_wide_weight):
             raise UserError('norm="layer" takes neither norm_zero_centred nor norm_wide_weight')
 
@@ -209,6 +223,11 @@ class DecoderConfig:
         """The kind of each layer."""
         pattern = self.pattern or (("window",) if self.window is not None else ("full",))
         return tuple(pattern[i % len(pattern)] for i in range(self.layers))
+
+    def has_experts(self, index: int) -> bool:
+        """Is the feed-forward part of a layer a mixture of experts? Prediction modules, which have the indices behind the
+        layers', are as the last layer."""
+        return self.moe is not None and min(index, self.layers - 1) not in self.moe.dense_layers
 
     def rope_of(self, kind: Kind) -> tuple[float, Any]:
         """(base, scaling) of the rotary positions in the layers of a kind."""

@@ -25,7 +25,7 @@ from fmegatron.accumulate import Term, Weight
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.initializers import Normal, Ones, Zeros
-from fmegatron.models import mla
+from fmegatron.models import mla, mtp
 from fmegatron.models.config import DecoderConfig
 from fmegatron.models.fused import SHARED, own_rows, split_qkv
 from fmegatron.models.moe import (
@@ -37,7 +37,7 @@ from fmegatron.models.moe import (
     updated_biases,
 )
 from fmegatron.parallel.context import context_attention
-from fmegatron.parallel.dispatch import BACKENDS, Backend
+from fmegatron.parallel.dispatch import BACKENDS, PADDED, Backend
 from fmegatron.parallel.experts import mlp_experts
 from fmegatron.parallel.moe import moe, router
 from fmegatron.parallel.stack import stack
@@ -63,7 +63,7 @@ from fmegatron.spec import Param
 from fmegatron.split import everything
 from fmegatron.zero import Ahead
 
-IGNORE = -100  # the label of a token without a loss
+IGNORE = mtp.IGNORE
 TO_LOGITS = "batch seq embed, vocab embed -> batch seq vocab"
 ENTER_ATTENTION = "batch seq* embed -> batch seq embed | kv group"
 ENTER_MLP = "batch seq* embed -> batch seq embed | {}"
@@ -95,7 +95,9 @@ class Decoder:
         where one product reads the normed stream: of fused leaves, and of `up` without a gate.
     kernel: of norms, activations, rotary embedding and loss: "auto", "torch" or "triton" (see `fmegatron.kernels`).
     keep_probabilities: those of the loss, from forward to backward (`keep` of `linear_cross_entropy`).
-    dispatch: how tokens reach their experts: "dense", "all-gather" or "all-to-all" (see `fmegatron.parallel.dispatch`).
+    dispatch: how tokens reach their experts: "dense", "all-gather", "all-to-all" or "padded" (see `fmegatron.parallel.dispatch`).
+    record_routing: the statistics of the loss have "routing"[layer batch seq* choice], what every token of this rank chose. A
+        batch with "routing"[batch seq layer choice] replays it (see `fmegatron.parallel.routing_record`).
     """
 
     config: DecoderConfig
@@ -107,14 +109,24 @@ class Decoder:
     kernel: str = "auto"
     keep_probabilities: bool | None = None
     dispatch: Backend = "all-to-all"
+    record_routing: bool = False
     _stack: Any = field(init=False, repr=False, compare=False, default=None)
+    _modules: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.dispatch not in BACKENDS:
-            raise UserError(f"dispatch={self.dispatch!r} is not known: use one of {', '.join(BACKENDS)}")
-        layers = self.spec()["layers"]
-        made = stack(self.block, layers, save=self.save, compile=self.compile, context=self._layer_context)
-        object.__setattr__(self, "_stack", made)
+        if self.dispatch not in (*BACKENDS, PADDED):
+            raise UserError(f"dispatch={self.dispatch!r} is not known: use one of {', '.join((*BACKENDS, PADDED))}")
+        moe = self.config.moe
+        if self.dispatch == PADDED and (moe is None or not moe.routing.bounded):
+            raise UserError(
+                'dispatch="padded" fills experts up to their capacity: give the routing a capacity, or another dispatch'
+            )
+        spec = self.spec()
+        options: dict[str, Any] = {"save": self.save, "compile": self.compile, "context": self._layer_context}
+        object.__setattr__(self, "_stack", stack(self.block, spec["layers"], **options))
+        if self.config.mtp:
+            made = stack(functools.partial(mtp.module, self), spec[mtp.ENTRY], **options)
+            object.__setattr__(self, "_modules", made)
 
     @property
     def stack(self) -> Callable[..., Any]:
@@ -125,8 +137,12 @@ class Decoder:
 
     def spec(self) -> dict[str, Any]:
         """The parameters: {"embed", "positions" if they are learned, "layers": {index: …}, "norm", "norm_bias" of a
-        layer norm, "head" unless tied}."""
-        return {**self._ends(), "layers": {i: self._block_spec(i) for i in range(self.config.layers)}}
+        layer norm, "head" unless tied, "mtp" with prediction modules: {index behind those of the layers: …}}."""
+        c = self.config
+        found = {**self._ends(), "layers": {i: self._block_spec(i) for i in range(c.layers)}}
+        if c.mtp:
+            found[mtp.ENTRY] = {i: self._module_spec(i) for i in range(c.layers, c.layers + c.mtp)}
+        return found
 
     @functools.cached_property
     def _outside(self) -> dict[str, Param]:
@@ -152,6 +168,13 @@ class Decoder:
             found[f"{name}_bias"] = Param((c.embed,), "embed", Zeros(), over="batch seq*")
         return found
 
+    def _module_spec(self, index: int) -> dict[str, Param]:
+        """A prediction module (see `fmegatron.models.mtp`)."""
+        c = self.config
+        join = Param((2 * c.embed, c.embed), "both embed", Normal(c.init_std), over="batch seq*")
+        found = {**self._norm_spec("embed_norm"), **self._norm_spec("hidden_norm"), "join": join}
+        return {**found, **self._block_spec(index), **self._norm_spec("norm")}
+
     def _block_spec(self, index: int) -> dict[str, Param]:
         c = self.config
         # the two matrices that write to the stream start smaller, so that its variance does not grow with depth (GPT-2)
@@ -162,7 +185,7 @@ class Decoder:
             found |= self._norm_spec("norm1_post")
         if c.norm_place != "post":
             found |= self._norm_spec("norm2")
-        if c.moe is None or index in c.moe.dense_layers:
+        if c.moe is None or not c.has_experts(index):
             found |= self._mlp_spec("", c.mlp, std, out)
         else:
             found |= expert_spec(c.moe, embed=c.embed, gated=c.activation in GATED, std=std, out=out)
@@ -243,40 +266,50 @@ class Decoder:
                     positions, c.turned, base=base, scaling=scaling, length=length, dtype=dtype
                 )
         if c.moe is not None:
-            extras |= {"real": batch["real"]} if "real" in batch else {}
+            extras |= {name: batch[name] for name in ("real", "routing") if name in batch}
             extras["expert_layers"] = torch.eye(len(c.moe.layers(c.layers)), device=tokens.device)
         return ctx.replace(positions=positions, segments=batch.get("segments", ctx.segments), extras=extras)
 
     def _layer_context(self, ctx: Ctx, index: int) -> Ctx:
         """What the blocks of one kind have in common; one graph a kind is compiled, not one a layer."""
         c, extras = self.config, ctx.extras
-        kind = c.kinds[index]
+        kind = c.kinds[min(index, c.layers - 1)]
         mine = {n: t for n, t in extras.items() if not n.startswith("rotary ")}
         mine |= {"rotary": extras.get(f"rotary {kind}"), "window": c.window if kind == "window" else None}
-        if c.moe is not None:
+        if index >= c.layers:
+            mine = mtp.layer_extras(mine, c, index)
+        elif c.moe is not None:
             experts = mine.pop("expert_layers")
-            mine["expert_layer"] = None if index in c.moe.dense_layers else experts[c.moe.layers(c.layers).index(index)]
+            here = None if index in c.moe.dense_layers else c.moe.layers(c.layers).index(index)
+            mine["expert_layer"] = None if here is None else experts[here]
+            if "routing" in mine:
+                mine["routing"] = None if here is None else mine["routing"][:, :, here]
         return ctx.replace(extras=mine)
 
     def embed(self, params: Mapping[str, Any], batch: Mapping[str, Tensor], ctx: Ctx) -> Any:
         """tokens[batch seq] -> stream[batch seq* embed], or with experts the carry that `fmegatron.models.moe` describes."""
-        return self._carry(self._embedded(self._ahead(params, self._front, ctx)(), batch, ctx))
+        return self._carry(self._embedded(self._ahead(params, self._front, ctx)(), batch, ctx), ctx)
 
-    def _carry(self, x: Tensor) -> Any:
+    def _carry(self, x: Tensor, ctx: Ctx) -> Any:
         """What the first layer gets: the stream, and with experts what routers add to."""
-        return x if self.config.moe is None else first_records(x, self.config.moe, self.config.layers)
+        c = self.config
+        return x if c.moe is None else first_records(x, c.moe, c.layers, ctx.sh, record=self.record_routing)
 
     def _embedded(self, used: Mapping[str, Tensor], batch: Mapping[str, Tensor], ctx: Ctx) -> Tensor:
         c, sh = self.config, ctx.sh
-        x = embedding(used["embed"], batch["tokens"], sh=sh, vocab_size=c.vocab)
-        if c.embed_scale is not None:
-            x = x * _rounded(c.embed_scale, x.dtype)
+        x = self._looked_up(used, batch["tokens"], ctx)
         if c.positions == "learned":
             positions = ctx.positions
             assert positions is not None
             side = "seq" if positions.ndim == 1 else "batch seq"
             x = x + embedding(used["positions"], sh(positions, f"{side} -> {side}*"))
         return x
+
+    def _looked_up(self, used: Mapping[str, Tensor], tokens: Tensor, ctx: Ctx) -> Tensor:
+        """The embeddings of tokens, without positions."""
+        c = self.config
+        x = embedding(used["embed"], tokens, sh=ctx.sh, vocab_size=c.vocab)
+        return x if c.embed_scale is None else x * _rounded(c.embed_scale, x.dtype)
 
     def block(self, p: Mapping[str, Tensor], x: Any, ctx: Ctx) -> Any:
         """One layer: its gathered parameters and stream[batch seq* embed] -> stream[batch seq* embed].
@@ -304,18 +337,35 @@ class Decoder:
         self, params: Mapping[str, Any], x: Any, batch: Mapping[str, Tensor], ctx: Ctx
     ) -> tuple[dict[str, Term], Any]:
         """stream[batch seq* embed] and labels[batch seq] -> ({"lm": loss of each token}, no statistics). With experts also
-        the terms "balance" and "router_z", if they have coefficients, and {"load": tokens, [layer route]}."""
-        return self._losses(self._ahead(params, self._back, ctx)(), x, batch, ctx)
+        the terms "balance" and "router_z", if they have coefficients, and {"load": tokens, [layer route]}; with prediction modules
+        "mtp_loss.1", … (see `fmegatron.models.mtp`)."""
+        return self._losses(params, self._ahead(params, self._back, ctx)(), x, batch, ctx)
 
     def _losses(
-        self, used: Mapping[str, Tensor], x: Any, batch: Mapping[str, Tensor], ctx: Ctx
+        self, params: Mapping[str, Any], used: Mapping[str, Tensor], x: Any, batch: Mapping[str, Tensor], ctx: Ctx
     ) -> tuple[dict[str, Term], Any]:
-        terms, stats = ({}, None) if self.config.moe is None else record_terms(x)
-        h, table = self._last(used, self._stream(x), ctx)
+        c = self.config
+        terms, stats = ({}, None) if c.moe is None else record_terms(x)
+        modules = params[mtp.ENTRY] if c.mtp else {}
+        h, more = self._norm(used, "norm", self._stream(x)), {}
+        if modules and c.mtp_weight:
+            found = mtp.further(batch, c.mtp, ctx.sh)
+            states, records = self._predicted(modules, used, h, found, ctx)
+            if records:
+                terms, stats = mtp.with_terms(terms, stats or {}, *record_terms(records), found)
+            depths = enumerate(zip(states, found, strict=True), 1)
+            more = {mtp.loss_name(k): self._cross_entropy(used, y, f.labels, f.mask, ctx) for k, (y, f) in depths}
+        return {"lm": self._cross_entropy(used, h, batch["labels"], batch.get("mask"), ctx), **more, **terms}, stats
+
+    def _cross_entropy(
+        self, used: Mapping[str, Tensor], h: Tensor, labels: Tensor, mask: Tensor | None, ctx: Ctx
+    ) -> Term:
+        """The loss of each token, of a normed stream h[batch seq* embed]."""
+        h, table = self._into_vocab(used, h, ctx)
         per_token = linear_cross_entropy(
             h,
             table,
-            batch["labels"],
+            labels,
             equation=TO_LOGITS,
             ignore_index=IGNORE,
             label_smoothing=self.label_smoothing,
@@ -326,9 +376,24 @@ class Decoder:
             keep=self.keep_probabilities,
             **self._kernel,
         )
-        if (mask := batch.get("mask")) is not None:
+        if mask is not None:
             per_token = per_token * mask.to(per_token.dtype)
-        return {"lm": Term(per_token, "batch seq"), **terms}, stats
+        return Term(per_token, "batch seq")
+
+    def _predicted(
+        self, modules: Mapping[int, Any], used: Mapping[str, Tensor], h: Tensor, found: list[mtp.Further], ctx: Ctx
+    ) -> tuple[list[Tensor], Any]:
+        """(the normed stream of each prediction module, the records of their experts), behind h, that of the layers."""
+        c, inner = self.config, mtp.context(ctx, self.config, found)
+
+        def carry() -> dict[str, Any]:
+            states = (*(self._looked_up(used, f.tokens, ctx) for f in found), h)
+            moe = mtp.own_experts(c)
+            records = {} if moe is None else first_records(h, moe, c.mtp, ctx.sh)
+            return {**{n: t for n, t in records.items() if n != "x"}, "states": states}
+
+        out = self._modules(modules, carry, inner)
+        return list(out["states"][1:]), {n: t for n, t in out.items() if n != "states"}
 
     @staticmethod
     def _stream(carry: Any) -> Tensor:
@@ -345,8 +410,15 @@ class Decoder:
         # beside the layers' gathers: what is read in front of them with the first, what behind with the last
         front, back = self._ahead(params, self._front, ctx), self._ahead(params, self._back, ctx)
         front.begin()
-        x = self._stack(params["layers"], lambda: self._carry(self._embedded(front(), batch, ctx)), ctx, back.begin)
-        return self._losses(back(), x, batch, ctx)
+        x = self._stack(
+            params["layers"], lambda: self._carry(self._embedded(front(), batch, ctx), ctx), ctx, back.begin
+        )
+        return self._losses(params, back(), x, batch, ctx)
+
+    def routing_statistics(self, params: Mapping[str, Any], batch: Mapping[str, Tensor], ctx: Ctx) -> dict[str, Any]:
+        """The statistics of `loss` without what is behind the layers."""
+        ctx = self.context(batch, ctx)
+        return record_terms(self._stack(params["layers"], self.embed(params, batch, ctx), ctx))[1]
 
     def weights(self, batch: Mapping[str, Tensor]) -> dict[str, Weight]:
         """By what each term is divided: the number of tokens that count."""
@@ -354,7 +426,7 @@ class Decoder:
         if (mask := batch.get("mask")) is not None:
             counts = mask * counts
         more = {} if self.config.moe is None else record_weights(batch, self.config.moe)
-        return {"lm": Weight(counts, "batch seq"), **more}
+        return {"lm": Weight(counts, "batch seq"), **mtp.weights(batch, self.config), **more}
 
     @property
     def update_params(self) -> Callable[[Any, Any, Any], Any] | None:
@@ -363,7 +435,12 @@ class Decoder:
         moe = self.config.moe
         if moe is None or not moe.routing.expert_bias:
             return None
-        return lambda params, stats, sh: updated_biases(params, stats, self.spec(), moe, sh)
+
+        def update(params: Any, stats: Any, sh: Any) -> Any:
+            spec = self.spec()
+            return mtp.updated(updated_biases(params, stats, spec, moe, sh), stats, spec, self.config, sh)
+
+        return update
 
     def logits(self, params: Mapping[str, Any], tokens: Tensor, ctx: Ctx | None = None, **batch: Tensor) -> Tensor:
         """tokens[batch seq] -> logits[batch seq vocab] (each rank its part of the vocabulary)."""
@@ -375,21 +452,24 @@ class Decoder:
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations of forward and backward per token: 6 per element of a matrix that a token meets,
         and 12 · heads · head per layer and key that a query sees, of which there are seq_len / 2 on average under a
-        causal mask, fewer in a window."""
+        causal mask, fewer in a window. Prediction modules count as layers, each with a head."""
         c = self.config
         matrices = 3 if c.activation in GATED else 2
         heads, score = c.embed * c.head * (2 * c.heads + 2 * c.kv_heads), 2.0 * c.head
         if c.mla is not None:
             heads, score = mla.matrix_elements(c), c.mla.head + c.mla.value
-        feed_forward = matrices * c.embed * c.mlp * c.layers
+        modules = c.mtp if c.mtp_weight else 0
+        blocks = range(c.layers + modules)
+        experts = sum(map(c.has_experts, blocks))
+        feed_forward = matrices * c.embed * c.mlp * (len(blocks) - experts)
         if c.moe is not None:
-            experts = len(c.moe.layers(c.layers))
             each = matrices * (c.moe.routing.top_k * c.moe.mlp + c.moe.shared) + c.moe.routing.experts
-            feed_forward = c.embed * (matrices * c.mlp * (c.layers - experts) + each * experts)
+            feed_forward += c.embed * each * experts
         w = min(c.window or seq_len, seq_len)
         seen = {"full": seq_len / 2, "window": w * (1 - w / (2 * seq_len))}
-        keys = sum(seen[kind] for kind in c.kinds)
-        return 6.0 * (c.layers * heads + feed_forward + c.embed * c.vocab) + 6.0 * c.heads * score * keys
+        keys = sum(seen[kind] for kind in (*c.kinds, *c.kinds[-1:] * modules))
+        ends = c.embed * c.vocab * (1 + modules) + 2 * c.embed * c.embed * modules
+        return 6.0 * (len(blocks) * heads + feed_forward + ends) + 6.0 * c.heads * score * keys
 
     # -------------------------------------------------------------------------------------------------- generation
 
@@ -420,7 +500,8 @@ class Decoder:
 
     def unembed(self, params: Mapping[str, Any], x: Tensor, ctx: Ctx) -> Tensor:
         """stream[batch seq* embed] -> logits[batch seq vocab] (each rank its part of the vocabulary)."""
-        h, table = self._last(self._ahead(params, self._back, ctx)(), x, ctx)
+        used = self._ahead(params, self._head, ctx)()
+        h, table = self._into_vocab(used, self._norm(used, "norm", x), ctx)
         y = ctx.sh.dot(h, table, TO_LOGITS, name="head")
         cap = self.config.logit_softcap
         return y if cap is None else cap * torch.tanh(y / cap)
@@ -517,7 +598,10 @@ class Decoder:
             ctx = ctx.replace(extras={**ctx.extras, "expert_bias": p["expert_bias"]})
         layer = moe(
             router(sizes.routing),
-            mlp_experts(self.config.activation if self.config.activation in GATED else PLAIN[self.config.activation]),
+            mlp_experts(
+                self.config.activation if self.config.activation in GATED else PLAIN[self.config.activation],
+                batched=self.dispatch == PADDED,
+            ),
             number=sizes.routing.experts,
             backend=self.dispatch,
         )
@@ -593,17 +677,23 @@ class Decoder:
         return [n for n in ("embed", "positions") if n in self._outside]
 
     @property
-    def _back(self) -> list[str]:
-        """Those that are read behind them."""
+    def _head(self) -> list[str]:
+        """Those that make logits of the stream."""
         return [*self._norm_spec("norm"), "embed" if self.config.tied else "head"]
+
+    @property
+    def _back(self) -> list[str]:
+        """Those that are read behind them by the loss: prediction modules read embeddings too."""
+        more = self.config.mtp and self.config.mtp_weight and not self.config.tied
+        return [*self._head, *(["embed"] if more else [])]
 
     def _ahead(self, params: Mapping[str, Any], names: list[str], ctx: Ctx) -> Ahead:
         spec = self._outside
         return Ahead({n: params[n] for n in names}, {n: spec[n] for n in names}, ctx.sh)
 
-    def _last(self, used: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    def _into_vocab(self, used: Mapping[str, Tensor], h: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         """(the normed stream in the region of the vocabulary, the output matrix [vocab embed])."""
-        return ctx.sh(self._norm(used, "norm", x), ENTER_VOCAB), used["embed" if self.config.tied else "head"]
+        return ctx.sh(h, ENTER_VOCAB), used["embed" if self.config.tied else "head"]
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from fmegatron.models.hf_fields import (
     sizes_from_hf,
     sizes_to_hf,
 )
-from fmegatron.models.hf_names import HFStack, HFTensor, llama_names
+from fmegatron.models.hf_names import PREFIX, HFStack, HFTensor, llama_names
 from fmegatron.models.moe import MoE
 from fmegatron.parallel.routing import Routing
 from fmegatron.primitives import YaRNScaling
@@ -166,9 +166,15 @@ EITHER: dict[str, tuple[Any, ...]] = {
     "seq_aux": (True,),
     "ep_size": (1,),
     "output_router_logits": (False,),
-    "num_nextn_predict_layers": (0, 1),
-    "num_mtp_layers": (0, 1),
 }
+# Prediction modules (`fmegatron.models.mtp`) come as layers behind the last one, with copies of the model's embedding and head.
+PREDICTION = {
+    "embed_norm": HFTensor("enorm.weight", "embed"),
+    "hidden_norm": HFTensor("hnorm.weight", "embed"),
+    "join": HFTensor("eh_proj.weight", "embed both"),
+    "norm": HFTensor("shared_head.norm.weight", "embed"),
+}
+MODULES = ("num_nextn_predict_layers", "num_mtp_layers")  # the fields of their number
 ATTENTION = {
     "q": HFTensor("self_attn.q_proj.weight", "(kv group head) embed"),
     "q_down": HFTensor("self_attn.q_a_proj.weight", "q_latent embed"),
@@ -185,7 +191,25 @@ ATTENTION = {
 
 def hf_map(config: DecoderConfig, spec: Any) -> dict[str, Any]:
     """{our dotted name: the Hugging Face tensor and how it lays out our dims}."""
-    return llama_names(config, spec, **ATTENTION, **_experts(config, spec))
+    more = PREDICTION if config.mtp else {}
+    return llama_names(config, spec, **ATTENTION, **_experts(config, spec), **more)
+
+
+def modules_from_hf(hf: Mapping[str, Any]) -> int:
+    """How many prediction modules a config.json says there are. Files may lack them: transformers does not save them."""
+    return next((int(hf[n]) for n in MODULES if hf.get(n) is not None), 0)
+
+
+def module_tensor(config: DecoderConfig, depth: int) -> str:
+    """A tensor that the prediction module of a depth (0, 1, …) has, and nothing else."""
+    return f"{PREFIX}.{config.layers + depth}.{PREDICTION['join'].name}"
+
+
+def copies(config: DecoderConfig) -> dict[str, str]:
+    """{tensor: our parameter that it repeats}: what files with prediction modules have twice."""
+    each = {"embed_tokens.weight": "embed", "shared_head.head.weight": "embed" if config.tied else "head"}
+    numbers = range(config.layers, config.layers + config.mtp)
+    return {f"{PREFIX}.{i}.{name}": ours for i in numbers for name, ours in each.items()}
 
 
 def _experts(config: DecoderConfig, spec: Any) -> dict[str, HFTensor | HFStack]:
@@ -211,7 +235,16 @@ def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> De
     """The model in a config.json. Raises UserError, by name, for a field that would be ignored."""
     family = hf["model_type"]
     third = family == "deepseek_v3"
-    used = (*SIZES, *MLA_FIELDS, *MOE_FIELDS, "first_k_dense_replace", "hidden_act", "attention_bias", "qk_head_dim")
+    used = (
+        *SIZES,
+        *MLA_FIELDS,
+        *MOE_FIELDS,
+        "first_k_dense_replace",
+        "hidden_act",
+        "attention_bias",
+        "qk_head_dim",
+        *MODULES,
+    )
     used = (*used, "rope_interleave") if third else (*used, "mlp_bias", "topk_method")
     check_fields(
         hf, used=[n for n in used if n not in MOE_NEUTRAL[family]], only=MOE_NEUTRAL[family] | EITHER, ignore=ignore
@@ -231,6 +264,7 @@ def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> De
         qkv_bias=biases,
         out_bias=biases,
         mlp_bias=bool(hf.get("mlp_bias")),
+        mtp=modules_from_hf(hf),
     )
 
 
@@ -249,8 +283,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         **_moe_to_hf(config),
     }
     if config.family == "deepseek_v3":
-        return {**fields, "rope_interleave": config.rope_interleaved, "num_nextn_predict_layers": 0}
-    return {**fields, "mlp_bias": config.mlp_bias}
+        return {**fields, "rope_interleave": config.rope_interleaved, MODULES[0]: config.mtp}
+    return {**fields, "mlp_bias": config.mlp_bias, **({MODULES[0]: config.mtp} if config.mtp else {})}
 
 
 def _moe(hf: Mapping[str, Any]) -> MoE | None:

@@ -4,8 +4,8 @@ Every other layer sees a window; each head has a sink, a learned logit that take
 clamped activation, and their weights are a softmax of the chosen logits. The matrices of the published files are in MXFP4 (see
 `fmegatron.models.mxfp4`), which is read, not written.
 
-A config.json's coefficient of the auxiliary loss is a setting of training: it is not read, and the routing of a loaded model has
-none (give `switch_loss` of its `Routing`).
+A config.json's auxiliary loss is that of a loaded model where `output_router_logits` turns it on, which published ones do not;
+it is a setting of training, and not written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fmegatron.models.hf_fields import (
     windows_to_hf,
 )
 from fmegatron.models.hf_names import HFTensor, llama_names
-from fmegatron.models.moe import MoE
+from fmegatron.models.moe import MoE, with_published_loss
 from fmegatron.parallel.routing import Routing
 from fmegatron.primitives import YaRNScaling
 
@@ -98,6 +98,7 @@ def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> De
         hf["rope_parameters"] = DEFAULT_ROPE
     default = [("sliding_attention", "full_attention")[i % 2] for i in range(hf["num_hidden_layers"])]
     biases = bool(hf["attention_bias"])
+    moe = _moe(hf["num_local_experts"], hf["num_experts_per_tok"], hf["intermediate_size"])
     return DecoderConfig(
         **sizes_from_hf(hf, eps=1e-5),
         **rope_from_hf(hf, base=150000.0),
@@ -105,7 +106,7 @@ def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> De
         **FORM,
         qkv_bias=biases,
         out_bias=biases,
-        moe=_moe(hf["num_local_experts"], hf["num_experts_per_tok"], hf["intermediate_size"]),
+        moe=with_published_loss(moe, hf, default=0.9),
     )
 
 

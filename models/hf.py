@@ -19,7 +19,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -32,9 +32,10 @@ from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.models import mxfp4
 from fmegatron.models import safetensors_files as files
+from fmegatron.models.config import DecoderConfig
 from fmegatron.models.decoder import Decoder
 from fmegatron.models.fused import FUSED, Part, part_of, parts, unfused
-from fmegatron.models.hf_names import HFStack, HFTensor
+from fmegatron.models.hf_names import PREFIX, HFStack, HFTensor
 from fmegatron.models.moe import MoE
 from fmegatron.precision import dtype_name, dtype_of
 from fmegatron.random import Key, fold_in, key, normal
@@ -121,7 +122,8 @@ def load_hf(
         plus 1 % of their standard deviation times normal noise, drawn from `seed` by global position.
     ignore_fields: fields of config.json that are not known here and that you know to change nothing.
     overrides: fields of the family's config or of its model that replace those of config.json (dropout=0.1,
-        fused_qkv=True).
+        fused_qkv=True). mtp=…: prediction modules (`fmegatron.models.mtp`), by default as many as the files have; fewer are the
+        first ones, and those that the files lack are drawn from `seed`.
 
     Raises UserError, before anything is allocated, for an absent or damaged file, a family or a field that is not
     supported, and for tensors that are missing, extra, or of another shape, naming them.
@@ -132,19 +134,29 @@ def load_hf(
     spec = model.spec() if held is None else held(model.spec())
     params = params_of(spec)
     found = files.tensors_of(folder)
-    apart, layout, stacks = _apart(model)
+    there = _with_modules(model, _modules_in(model.config, found))
+    apart, layout, stacks = _apart(there)
     layout = _as_in_file(layout, found)
     fields = read_config(folder)
     saved_vocab, block = fields["vocab_size"], _block_of(fields, folder / "config.json")
+    copies = _copies(there)
 
     def check() -> None:
         sh.check_spec(spec)
-        _check(folder, found, apart, layout, model.config.tied, saved_vocab, block)
+        ignored = [*copies, *_further_modules(there.config, found)]
+        _check(folder, found, apart, layout, model.config.tied, saved_vocab, block, ignored)
         if model.config.tied and "embed" in params:
             _check_tied(folder, found, layout["embed"].name)
+        for name, ours in copies.items():
+            if ours in params and name in found and not _same(found, name, layout[ours].name):
+                raise UserError(
+                    f"{folder}: {name} is not {layout[ours].name}, which prediction modules share: load with mtp=0 to do without "
+                    "them"
+                )
 
     check() if held is None else together(check)
     leaves: dict[str, torch.Tensor] = {}
+    drawn = {path for path in params if path not in params_of(there.spec())}
     with contextlib.ExitStack() as stack:
         opened: dict[Path, Any] = {}
 
@@ -164,7 +176,10 @@ def load_hf(
 
         for path, param in params.items():
             wanted = param.dtype or (sh.precision.params if dtype is None else dtype_of(dtype))
-            if path in stacks:
+            if path in drawn:
+                root = fold_in(fold_in(key(seed), "init"), path)
+                x = param.init(root, param.shape, index=sh.stored_index(param), dtype=wanted)
+            elif path in stacks:
                 x = _read_stacked(stacks[path], source, param, sh, wanted)
             elif path not in apart:
                 x = _read_joined({p: source(_sibling(path, p.name)) for p in _pieces(path, model)}, param, sh, wanted)
@@ -228,6 +243,9 @@ def model_of(
             f"load_hf: {unknown[0]!r} is no field of {kind}: it has {', '.join(sorted(of_config | of_model))}"
         )
     changes = {n: v for n, v in overrides.items() if n in of_config}
+    if config.mtp and "mtp" not in changes:  # which files may lack, whatever config.json says
+        with contextlib.suppress(UserError):  # a folder without files, of which the loader tells
+            changes["mtp"] = _modules_in(config, files.tensors_of(folder))
     config = dataclasses.replace(config, **changes, **({} if vocab is None else {"vocab": vocab}))
     return Decoder(config, **{n: v for n, v in overrides.items() if n in of_model})
 
@@ -305,12 +323,13 @@ def _check(
     tied: bool,
     saved_vocab: int,
     block: tuple[int, int] | None = None,
+    others: Sequence[str] = (),
 ) -> None:
     as_saved = {path: _with_vocab(param, saved_vocab) for path, param in params.items()}
     expected = {layout[path].name: layout[path].shape(param) for path, param in as_saved.items()}
     in_bytes = {n: s for b in filter(mxfp4.is_packed, expected) for n, s in mxfp4.shapes(b, expected[b]).items()}
     expected |= in_bytes
-    ignored = [n for n in found if n.endswith(NOT_PARAMETERS) or tied and n == HEAD]
+    ignored = {n for n in found if n.endswith(NOT_PARAMETERS) or tied and n == HEAD} | {*others}
     both = [n for n in expected if n in found]
     scaled = [n for n in both if block is not None and found[n].code == files.BLOCK_SCALED and len(expected[n]) == 2]
     for n in scaled:
@@ -339,19 +358,60 @@ def _check_tied(folder: Path, found: Mapping[str, files.Found], table: str) -> N
     """An output matrix beside a tied embedding must equal it: transformers takes it where it does not."""
     if HEAD not in found:
         return
-    same = found[HEAD].shape == found[table].shape
-    if same:
-        rows, width = found[table].shape
-        with files.opened(found[HEAD].file) as f, files.opened(found[table].file) as g:
-            for start in range(0, rows, ROWS):
-                runs = [[(start, min(start + ROWS, rows))], [(0, width)]]
-                head, embed = (files.part_of(x, n, runs, torch.float64) for x, n in ((f, HEAD), (g, table)))
-                same = same and torch.equal(head, embed)
-    if not same:
+    if not _same(found, HEAD, table):
         raise UserError(
             f"the tensors in {folder} do not fit its config.json: it ties the output matrix to the embedding, but "
             f"{HEAD} is not {table}: set tie_word_embeddings to false there, or load with tied=False, to use it"
         )
+
+
+def _same(found: Mapping[str, files.Found], one: str, other: str) -> bool:
+    """Are two matrices in a folder's files equal?"""
+    same = found[one].shape == found[other].shape
+    if same:
+        rows, width = found[other].shape
+        with files.opened(found[one].file) as f, files.opened(found[other].file) as g:
+            for start in range(0, rows, ROWS):
+                runs = [[(start, min(start + ROWS, rows))], [(0, width)]]
+                a, b = (files.part_of(x, n, runs, torch.float64) for x, n in ((f, one), (g, other)))
+                same = same and torch.equal(a, b)
+    return same
+
+
+# Prediction modules, which files of a family may have: its module then has `module_tensor` and `copies`.
+
+
+def _modules_in(config: DecoderConfig, found: Mapping[str, files.Found]) -> int:
+    """How many of a model's prediction modules are in a folder's files."""
+    named = getattr(_module_of(config), "module_tensor", None)
+    there = [named is not None and named(config, k) in found for k in range(config.mtp)]
+    return there.index(False) if False in there else config.mtp
+
+
+def _further_modules(config: DecoderConfig, found: Mapping[str, files.Found]) -> list[str]:
+    """The tensors of prediction modules that files have beyond those of the model."""
+    if not hasattr(_module_of(config), "module_tensor"):
+        return []
+    module, behind = re.compile(rf"{re.escape(PREFIX)}\.(\d+)\."), config.layers + config.mtp
+    numbers = {int(m[1]) for n in found if (m := module.match(n))}
+    named = [i for i in numbers if i >= behind and _module_of(config).module_tensor(config, i - config.layers) in found]
+    return [n for n in found if (m := module.match(n)) and int(m[1]) in named]
+
+
+def _with_modules(model: Decoder, number: int) -> Decoder:
+    if number == model.config.mtp:
+        return model
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, mtp=number))
+
+
+def _copies(model: Any) -> dict[str, str]:
+    """{tensor: our parameter} of the tensors that repeat another one."""
+    made = getattr(family_of(model), "copies", None)
+    return {} if made is None or not model.config.mtp else made(model.config)
+
+
+def _module_of(config: DecoderConfig) -> Any:
+    return importlib.import_module(FAMILIES[config.family])
 
 
 def _with_vocab(param: Param, vocab: int) -> Param:
@@ -516,6 +576,8 @@ def save_hf(
     overwrite: replace these files in a folder that something else made; other files in it stay. A folder that holds
         nothing but an earlier export is replaced without asking.
 
+    Prediction modules are written where the family's files have a place for them, else left out: the model is the same without.
+
     All of it appears at once, by a rename. Raises UserError, on all ranks and with nothing written, for a folder
     that is in use or not writable, parameters that are not the model's, and a tokenizer that is larger than the
     vocabulary.
@@ -524,13 +586,15 @@ def save_hf(
     fields = fields_of(model)
     leaves = tree.named(params)
     together(lambda: _check_params(params_of(model.spec()), leaves))
+    model = _exported(model)
     spec, layout, stacks = _apart(model)
     origins = _origins(spec, stacks, model)
     wanted = None if dtype is None else dtype_of(dtype)
     paths: dict[str, list[str]] = {}  # of our parameters in each of their tensors, in order
     for p, t in sorted(layout.items(), key=lambda item: item[1].start):
         paths.setdefault(t.name, []).append(p)
-    names = dict.fromkeys(t.name for t in layout.values())
+    paths |= {name: [p] for name, p in _copies(model).items()}
+    names = dict.fromkeys([*(t.name for t in layout.values()), *_copies(model)])
     first = {name: paths[name][0] for name in names}
     entries = [
         files.Entry(n, layout[p].shape(spec[p]), (None if spec[p].dtype else wanted) or leaves[origins[p].leaf].dtype)
@@ -583,13 +647,14 @@ def save_hf(
 
 def fields_of(model: Any) -> dict[str, Any]:
     """The fields of config.json that describe a model. Raises UserError when its family cannot express it."""
-    family, config = family_of(model), model.config
+    family, config = family_of(model), _exported(model).config
     fields = family.config_to_hf(config)
     back = family.config_from_hf(fields)
     differ = [
         f.name
         for f in dataclasses.fields(config)
-        if f.name not in ("dropout", *FUSED) and not _alike(getattr(back, f.name), getattr(config, f.name))
+        if f.name not in ("dropout", "mtp_weight", *FUSED)
+        and not _alike(getattr(back, f.name), getattr(config, f.name))
     ]
     if differ:
         raise UserError(
@@ -597,6 +662,13 @@ def fields_of(model: Any) -> dict[str, Any]:
             f"{getattr(back, differ[0])!r}; make the model with the family= that has it"
         )
     return fields
+
+
+def _exported(model: Any) -> Any:
+    """The model that a folder can hold: without prediction modules where the family's files have no place for them."""
+    return (
+        model if not getattr(model.config, "mtp", 0) or hasattr(family_of(model), "copies") else _with_modules(model, 0)
+    )
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -75,7 +75,7 @@ def names_of(spec: Any, *, top: Mapping[str, Any], layer: Mapping[str, Any], pre
     """
     found = {}
     for path in params_of(spec):
-        if path.startswith("layers."):
+        if path.startswith(("layers.", "mtp.")):  # prediction modules have the indices behind the layers'
             _, index, leaf = path.split(".")
             found[path] = replace(layer[leaf], name=f"{prefix}.{index}.{layer[leaf].name}")
         else:

@@ -1,8 +1,8 @@
 """Mixtral (Mistral AI 2024): Mistral's blocks with experts, whose weights are a softmax of the chosen logits. Presets and
 Hugging Face's names.
 
-A config.json's coefficient of the auxiliary loss and its noise are settings of training: they are not read, and the routing of a
-loaded model has none (give `switch_loss` and `jitter` of its `Routing`).
+A config.json's auxiliary loss is that of a loaded model where `output_router_logits` turns it on, which published ones do not;
+its noise (`jitter` of a `Routing`) is a setting of training, and not read. Neither is written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fmegatron.models.hf_fields import (
     sizes_to_hf,
 )
 from fmegatron.models.hf_names import expert_names, llama_names
-from fmegatron.models.moe import MoE
+from fmegatron.models.moe import MoE, with_published_loss
 from fmegatron.parallel.routing import Routing
 
 
@@ -55,12 +55,13 @@ def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> De
     own = ("hidden_act", "sliding_window", "num_local_experts", "num_experts_per_tok", "router_jitter_noise")
     check_fields(hf, used=(*SIZES, *ROUTER_TRAINING, *own), ignore=ignore)
     hf = {**DEFAULTS, **hf}
+    moe = _moe(hf["num_local_experts"], hf["num_experts_per_tok"], hf["intermediate_size"])
     return DecoderConfig(
         **sizes_from_hf(hf, eps=1e-5),
         **rope_from_hf(hf, base=1e6),
         window=hf.get("sliding_window"),
         activation=gated_activation(hf, "hidden_act"),
-        moe=_moe(hf["num_local_experts"], hf["num_experts_per_tok"], hf["intermediate_size"]),
+        moe=with_published_loss(moe, hf, default=0.001),
     )
 
 

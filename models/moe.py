@@ -1,8 +1,10 @@
 """Feed-forward parts that are a mixture of experts: their sizes, their leaves, and what a layer adds to the losses.
 
 A decoder with experts carries from layer to layer, beside the stream, what its routers add up: {"x": the stream, "load":
-tokens of each expert, [layer batch route], "kept": those that were not dropped, with a capacity, "balance": the switch loss of each sequence, [batch], "router_z": the z-loss of each
-token, [batch seq*]}, the last two if they have a coefficient.
+tokens of each expert, [layer batch route], "kept": those that were not dropped, with a capacity, "by_score": those of each expert
+by score alone, where the switch loss is of a whole batch, "balance": the switch loss of each sequence, [batch], "router_z": the
+z-loss of each token, [batch seq*], if they have a coefficient, "balance of layers" and "router_z of layers", the part of each layer
+in these sums, [layer batch], and "tokens", how many there are, [batch], "routing": what was chosen, [layer batch seq* choice], where it is recorded}.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmegatron.accumulate import Term, Weight
+from fmegatron.accumulate import EachRow, Term, Weight
 from fmegatron.context import PADDING, Ctx
 from fmegatron.errors import UserError
 from fmegatron.initializers import Normal, Zeros
+from fmegatron.parallel.moe import WHOLE
 from fmegatron.parallel.routing import Routed, Routing
-from fmegatron.parallel.routing_losses import load, switch_loss, updated_bias, z_loss
+from fmegatron.parallel.routing_losses import counts_by_score, load, switch_loss, updated_bias, z_loss
+from fmegatron.parallel.routing_record import recorded
 from fmegatron.sharding import Sharding
 from fmegatron.spec import Param
 
+OF_LAYERS = " of layers"  # behind the name of a loss: what each layer adds to it
 AMONG_EXPERTS = "batch' seq'"  # where the tokens are that an expert's leaves are applied to
 
 
@@ -66,6 +71,16 @@ class MoE:
         pairs = (("balance", self.routing.switch_loss), ("router_z", self.routing.z_loss))
         return tuple(name for name, coefficient in pairs if coefficient)
 
+    @property
+    def counts(self) -> bool:
+        """Is the switch loss one of more than a sequence?"""
+        return self.routing.group != "sequence" and bool(self.routing.switch_loss)
+
+    @property
+    def needs_two_passes(self) -> bool:
+        """Must several microbatches be read twice, for what is about all of them?"""
+        return self.routing.decides_on_batch or (self.routing.group == "batch" and self.counts)
+
 
 def moe_to_dict(moe: MoE) -> dict[str, Any]:
     """As JSON can hold it."""
@@ -79,6 +94,18 @@ def moe_from_dict(fields: Mapping[str, Any]) -> MoE:
     routing = dict(fields["routing"])
     routing["dtype"] = getattr(torch, routing["dtype"])
     return MoE(**{**fields, "routing": Routing(**routing)})
+
+
+def with_published_loss(moe: MoE, hf: Mapping[str, Any], *, default: float) -> MoE:
+    """The experts with the auxiliary loss that a config.json turns on: `router_aux_loss_coef` (default: what transformers takes
+    where it is left out) with `output_router_logits`, which published ones leave off.
+
+    transformers takes one loss of all layers together, whose shares sum to top_k; ours is the sum over layers of losses that
+    are 1 for an even load, so that a layer's coefficient here is top_k ÷ layers of it."""
+    if not hf.get("output_router_logits"):
+        return moe
+    coefficient = hf.get("router_aux_loss_coef", default) * moe.routing.top_k / len(moe.layers(hf["num_hidden_layers"]))
+    return dataclasses.replace(moe, routing=dataclasses.replace(moe.routing, switch_loss=coefficient))
 
 
 def expert_spec(moe: MoE, *, embed: int, gated: bool, std: Normal, out: Normal) -> dict[str, Param]:
@@ -101,49 +128,130 @@ def expert_spec(moe: MoE, *, embed: int, gated: bool, std: Normal, out: Normal) 
     return found
 
 
-def first_records(x: Tensor, moe: MoE, layers: int) -> dict[str, Tensor]:
-    """The carry in front of the first layer, for the stream x[batch seq* embed]."""
+def first_records(x: Tensor, moe: MoE, layers: int, sh: Sharding, *, record: bool = False) -> dict[str, Tensor]:
+    """The carry in front of the first layer, for the stream x[batch seq* embed]. record: also of what is chosen."""
+    number, routing = len(moe.layers(layers)), moe.routing
     rows, tokens = x.shape[:2]
+    wide = torch.promote_types(x.dtype, torch.float32)
 
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    def zeros(dims: str, *shape: int, dtype: torch.dtype = wide) -> Tensor:
+        def made(_: Tensor) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=x.device)
 
-    found = {"x": x, "load": zeros(len(moe.layers(layers)), rows, moe.routing.experts)}
-    if moe.routing.capacity is not None:
-        found["kept"] = zeros(*found["load"].shape)
-    shapes = {"balance": (rows,), "router_z": (rows, tokens)}
-    return found | {name: zeros(*shapes[name]) for name in moe.recorded}
+        return sh.primitive(made, (x.detach(),), ("batch seq* embed",), dims)
 
-
-def add_records(records: Mapping[str, Tensor], routed: Routed, moe: MoE, ctx: Ctx) -> dict[str, Tensor]:
-    """Records with those of one layer. ctx.extras: "expert_layer", 1 for this layer and 0 for others with experts, [layer]."""
-    sh, routing, found = ctx.sh, moe.routing, dict(records)
-    mine = load(routed, sh=sh).to(found["load"].dtype)
-    found["load"] = found["load"] + ctx.extras["expert_layer"].to(mine.dtype)[:, None, None] * mine
-    if "kept" in found:
-        kept = load(routed, sh=sh, kept=True).to(mine.dtype)
-        found["kept"] = found["kept"] + ctx.extras["expert_layer"].to(mine.dtype)[:, None, None] * kept
-    if "balance" in found:  # weighed by the sequence's tokens, by whose number the term is divided
-        mask = routed.mask
-        real = torch.ones_like(routed.weights[..., 0]) if mask is None else mask.to(routed.weights.dtype)
-        tokens = sh.sum(real.detach(), "batch seq* -> batch")
-        found["balance"] = found["balance"] + switch_loss(routed, routing, sh=sh) * tokens
-    if "router_z" in found:
-        found["router_z"] = found["router_z"] + z_loss(routed.logits, routed.mask)
+    found = {"x": x}
+    counts = {"load": True, "kept": routing.capacity is not None, "by_score": moe.counts}
+    found |= {n: zeros("layer batch route", number, rows, routing.experts) for n, there in counts.items() if there}
+    shapes = {"balance": ("batch", rows), "router_z": ("batch seq*", rows, tokens)}
+    found |= {name: zeros(*shapes[name]) for name in moe.recorded}  # type: ignore[arg-type]
+    if moe.recorded:
+        found |= {f"{name}{OF_LAYERS}": zeros("layer batch", number, rows) for name in moe.recorded}
+        found["tokens"] = zeros("batch", rows)
+    if record:
+        shape = (number, rows, tokens, routing.choices)
+        found["routing"] = zeros("layer batch seq* choice", *shape, dtype=torch.int32)
     return found
 
 
-def record_terms(records: Mapping[str, Tensor]) -> tuple[dict[str, Term], dict[str, Term]]:
+def add_records(records: Mapping[str, Tensor], routed: Routed, moe: MoE, ctx: Ctx) -> dict[str, Tensor]:
+    """Records with those of one layer. ctx.extras: "expert_layer", 1 for this layer and 0 for others with experts, [layer];
+    "routing_counts"[layer route], where counts of more than this microbatch are known.
+
+    Raises UserError for one of several microbatches without counts that the switch loss needs."""
+    sh, routing, found, extras = ctx.sh, moe.routing, dict(records), ctx.extras or {}
+
+    def add(name: str, mine: Tensor) -> None:
+        old = found[name]
+        here = extras["expert_layer"].to(old.dtype).view(-1, *(1 for _ in mine.shape))
+        found[name] = old + here * mine.to(old.dtype)
+
+    add("load", load(routed, sh=sh))
+    if "kept" in found:
+        add("kept", load(routed, sh=sh, kept=True))
+    if "routing" in found:
+        add("routing", recorded(routed))
+    counts = None
+    if "by_score" in found:
+        mine = counts_by_score(routed, routing, sh=sh)
+        add("by_score", mine)
+        counts = _counts(mine, routing, ctx)
+    if not moe.recorded:
+        return found
+    mask = routed.mask
+    real = torch.ones_like(routed.weights[..., 0]) if mask is None else mask.to(routed.weights.dtype)
+    tokens = sh.sum(real.detach(), "batch seq* -> batch")
+    found["tokens"] = tokens.to(found["tokens"].dtype)  # of every layer the same
+    if "balance" in found:  # weighed by the sequence's tokens, by whose number the term is divided
+        balance = switch_loss(routed, routing, sh=sh, counts=counts) * tokens
+        found["balance"] = found["balance"] + balance
+        add(f"balance{OF_LAYERS}", balance.detach())
+    if "router_z" in found:
+        z = z_loss(routed.logits, routed.mask)
+        found["router_z"] = found["router_z"] + z
+        add(f"router_z{OF_LAYERS}", sh.sum(z.detach(), "batch seq* -> batch"))
+    return found
+
+
+def _counts(mine: Tensor, routing: Routing, ctx: Ctx) -> Tensor:
+    """[route], by which the switch loss of more than a sequence tells shares; mine[batch route]: those of this microbatch."""
+    known = (ctx.extras or {}).get("routing_counts")
+    if known is None and ctx.parts > 1:
+        if routing.group == "batch":
+            raise UserError(WHOLE.format(what="the switch loss", parts=ctx.parts))
+        raise UserError(
+            f'routing has group="approximate": the counts of the microbatches so far are missing, of which this is one of {ctx.parts}: '
+            "give accumulate(…, running=fmegatron.models.moe.running_counts(config)), or use one microbatch (a pipeline has no "
+            "running counts)"
+        )
+    if known is not None:
+        known = (ctx.extras["expert_layer"].to(mine)[:, None] * known.to(mine)).sum(0)
+        if routing.group == "batch":
+            return known
+    so_far = ctx.sh.sum(mine, "batch route -> route")
+    return so_far if known is None else known + so_far
+
+
+def unread_counts(config: Any, *, device: Any = None) -> dict[str, Tensor]:
+    """Extras for microbatches whose switch loss nobody reads, by a decoder's config."""
+    if config.moe is None or not config.moe.counts:
+        return {}
+    sizes = len(config.moe.layers(config.layers)), config.moe.routing.experts
+    return {"routing_counts": torch.zeros(sizes, device=device)}
+
+
+def running_counts(config: Any, *, device: Any = None) -> Any:
+    """`running` of `accumulate` for a decoder's config with group="approximate"; None for another."""
+    if config.moe is None or config.moe.routing.group != "approximate":
+        return None
+
+    def running(extras: Any, stats: Any) -> Any:
+        if stats is None:
+            return {**(extras or {}), **unread_counts(config, device=device)}
+        counts = stats["by_score"]
+        return {**extras, "routing_counts": extras["routing_counts"].to(counts) + counts}
+
+    return running
+
+
+def record_terms(records: Mapping[str, Tensor]) -> tuple[dict[str, Term], dict[str, Any]]:
     """(terms of the loss, statistics) of the records behind the last layer."""
     dims = {"balance": "batch", "router_z": "batch seq*"}
     terms = {name: Term(records[name], dims[name]) for name in dims if name in records}
-    counts = ("load", "kept")
-    return terms, {name: Term(records[name], "layer batch route -> layer route") for name in counts if name in records}
+    counts = ("load", "kept", "by_score")
+    stats: dict[str, Any] = {n: Term(records[n], "layer batch route -> layer route") for n in counts if n in records}
+    stats |= {n: Term(x, "layer batch -> layer") for n, x in records.items() if n.endswith(OF_LAYERS)}
+    if "tokens" in records:
+        stats["tokens"] = Term(records["tokens"], "batch")
+    if "routing" in records:
+        stats["routing"] = EachRow(records["routing"], 1)
+    return terms, stats
 
 
 def load_metrics(stats: Mapping[str, Tensor] | None, config: Any) -> dict[str, Tensor]:
     """Of a step's statistics, what a run writes for each layer with experts: "max_load.3", the largest expert's tokens over
-    the mean of all, 1 if they are even; and with a capacity "dropped.3", the share of choices that found no place."""
+    the mean of all, 1 if they are even; with a capacity "dropped.3", the share of choices that found no place; and
+    "balance.3" and "router_z.3", a layer's part of these losses, where they have a coefficient."""
     if config.moe is None or not stats or "load" not in stats:
         return {}
     load = stats["load"]
@@ -153,6 +261,9 @@ def load_metrics(stats: Mapping[str, Tensor] | None, config: Any) -> dict[str, T
     if "kept" in stats:
         dropped = 1 - stats["kept"].sum(-1) / load.sum(-1).clamp(min=1e-30)
         found |= {f"dropped.{i}": v for i, v in zip(names, dropped.unbind(), strict=True)}
+    for name in config.moe.recorded:
+        each = stats[f"{name}{OF_LAYERS}"] / stats["tokens"].clamp(min=1)
+        found |= {f"{name}.{i}": v for i, v in zip(names, each.unbind(), strict=True)}
     return found
 
 

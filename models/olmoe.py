@@ -1,8 +1,8 @@
 """OLMoE (Muennighoff et al. 2024): norms of all query and all key heads together, and experts weighed by a softmax over all of
 them. Presets and Hugging Face's names.
 
-A config.json's coefficient of the auxiliary loss is a setting of training: it is not read, and the routing of a loaded model has
-none (give `switch_loss` of its `Routing`).
+A config.json's auxiliary loss is that of a loaded model where `output_router_logits` turns it on, which published ones do not;
+it is a setting of training, and not written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fmegatron.models.hf_fields import (
     sizes_to_hf,
 )
 from fmegatron.models.hf_names import HFTensor, expert_names, llama_names
-from fmegatron.models.moe import MoE
+from fmegatron.models.moe import MoE, with_published_loss
 from fmegatron.parallel.routing import Routing
 
 OLMOE: dict[str, DecoderConfig] = {
@@ -65,7 +65,7 @@ def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> De
         activation=gated_activation(hf, "hidden_act"),
         qkv_bias=biases,
         out_bias=biases,
-        moe=MoE(routing, hf["intermediate_size"]),
+        moe=with_published_loss(MoE(routing, hf["intermediate_size"]), hf, default=0.01),
     )
 
 

@@ -3,8 +3,8 @@
 The former have an expert that every token has, weighed by a sigmoid of the token, and biases on queries, keys and values; the
 latter norms of each query and key head. Experts are weighed by a softmax over all of them.
 
-A config.json's coefficient of the auxiliary loss is a setting of training: it is not read, and the routing of a loaded model has
-none (give `switch_loss` of its `Routing`).
+A config.json's auxiliary loss is that of a loaded model where `output_router_logits` turns it on, which published ones do not;
+it is a setting of training, and not written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fmegatron.models.hf_fields import (
     windows_to_hf,
 )
 from fmegatron.models.hf_names import HEAD_NORMS, HFStack, HFTensor, expert_names, llama_names
-from fmegatron.models.moe import MoE
+from fmegatron.models.moe import MoE, with_published_loss
 from fmegatron.parallel.routing import Routing
 
 
@@ -144,7 +144,7 @@ def config_from_hf(hf: Mapping[str, Any], *, ignore: tuple[str, ...] = ()) -> De
         qk_norm="head" if third else None,
         qkv_bias=biases,
         out_bias=third and biases,
-        moe=moe,
+        moe=with_published_loss(moe, hf, default=0.001),
     )
 
 

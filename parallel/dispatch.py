@@ -13,6 +13,7 @@ Backends, each the same function of the values:
     all-gather   tokens and choices are gathered over the experts' axes; each rank takes the rows that are for its experts, and
                  results are summed (reduce-scatter)
     all-to-all   rows travel to the rank of their expert and back, routed ones alone
+    padded       the same with as many rows for every expert as it may take (see `fmegatron.parallel.padded`)
 
 Rows on their way leave time for another program, such as that of another microbatch (see `fmegatron.interleave`).
 
@@ -26,6 +27,8 @@ there every rank of them has all tokens, and takes those for its own experts.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,14 +36,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fmegatron.checking import Noted
 from fmegatron.errors import UserError
 from fmegatron.exchange import Splits, exchange_counts, exchange_rows, exchange_several
 from fmegatron.kernels.moe import gather_rows, sort_by_expert, sum_choices
+from fmegatron.layout import axes_of
+from fmegatron.parallel.padded import by_places
 from fmegatron.parallel.routing import Routed
 from fmegatron.simulation import lift, on_each_rank, per_rank
 
-Backend = Literal["dense", "all-gather", "all-to-all"]
+Backend = Literal["dense", "all-gather", "all-to-all", "padded"]
 BACKENDS = ("dense", "all-gather", "all-to-all")
+PADDED = "padded"  # needs a routing that bounds what an expert takes
 
 
 def dispatched(
@@ -59,21 +66,28 @@ def dispatched(
         expert's last one. Its result is a summand over the axes of `emlp`.
     routed: each token's experts and weights. leaves: what experts read, gathered. number: of all experts.
 
-    Raises UserError for a backend that is not known.
+    Raises UserError for a backend that is not known, and for "padded" without a bound of an expert's choices.
     """
-    if backend not in BACKENDS:
-        raise UserError(f"dispatch={backend!r} is not known: use one of {', '.join(BACKENDS)}")
-    whole = backend != "all-to-all"
+    if backend not in (*BACKENDS, PADDED):
+        raise UserError(f"dispatch={backend!r} is not known: use one of {', '.join((*BACKENDS, PADDED))}")
+    if backend == PADDED and routed.places is None:
+        raise UserError(
+            'dispatch="padded" fills experts up to their capacity: give routing a capacity, or another dispatch'
+        )
+    whole = backend in ("dense", "all-gather")
     tokens = "batch' seq'" if whole else "batch'' seq''"
     partial = "expert emlp" if whole else "expert' emlp"
     x = sh(x, f"batch seq* embed -> {tokens} embed | {partial}")
     chosen = sh(routed.experts, f"batch seq* choice -> {tokens} choice | {partial}")
     weights = sh(routed.weights, f"batch seq* choice -> {tokens} choice | {partial}")
     ranks = _Ranks.of(sh, whole, number)
-    apply = _densely if backend == "dense" else _by_rows
+    apply: Callable[..., Tensor] = _densely if backend == "dense" else _by_rows
 
     # what a rank's choices are at most, times the ranks whose tokens were gathered
     bound = None if routed.bound is None else routed.bound * (chosen.numel() // routed.experts.numel())
+    if backend == PADDED:
+        places = min(routed.places * (chosen.numel() // routed.experts.numel()), math.prod(chosen.shape[:2]))
+        apply = functools.partial(_padded, places=places)
 
     def local(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         def run(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -82,8 +96,12 @@ def dispatched(
         y = apply(run, x.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1), bound, ranks)
         return y.unflatten(0, x.shape[:2])
 
+    leaves = leaves if sh.check is None else Noted(leaves)
     sides = (f"{tokens} embed", f"{tokens} choice", f"{tokens} choice")
     y = sh.primitive(local, (x, chosen, weights), sides, f"{tokens} embed")
+    if sh.check is not None:  # experts see tokens of all ranks, in parts of their width
+        across = tuple(a for n in ("batch'", "seq'", "emlp") for a in axes_of(n, sh.mesh, sh.rules))
+        sh.check.applied(leaves.read, across, "experts")
     return sh.resolve(y, f"{tokens} embed", partial=partial, to="batch seq* embed")
 
 
@@ -190,6 +208,12 @@ def _by_rows(
         y = gather_rows(experts(taken, scales[:, 0], ends), back, there, 1)
         y = exchange_rows(y, mesh, axes, splits.back)
     return sum_choices(y, order, inverse, choices)
+
+
+def _padded(
+    experts: Any, x: Tensor, chosen: Tensor, weights: Tensor, bound: int | None, ranks: _Ranks, *, places: int
+) -> Tensor:
+    return by_places(experts, x, chosen, weights, places, ranks)
 
 
 def _densely(

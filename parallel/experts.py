@@ -13,23 +13,34 @@ from typing import Any
 
 from torch import Tensor
 
+from fmegatron.fp8.grouped import grouped_use
 from fmegatron.kernels.moe import add_group_bias, weighted_gated
+from fmegatron.parallel.padded import batched_product
 from fmegatron.primitives.grouped import grouped_product
 
 
-def mlp_experts(activation: str | Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+def mlp_experts(activation: str | Callable[[Tensor], Tensor], *, batched: bool = False) -> Callable[..., Tensor]:
     """Experts that are feed-forward parts: down(activation(up(x)) · weight).
 
     activation: of h[row emlp], or h[row gated emlp] where a leaf makes gate and up; or the name of a gated one ("swiglu",
         "geglu", "geglu_tanh", "clamped_swiglu"), which is then one pass with the weight (see `weighted_gated`).
 
+    batched: every expert has as many rows (see `fmegatron.parallel.padded`), so that their products are a batch of equal ones.
+        (In fp8 they are a grouped product all the same.)
+
     Leaves: `experts_gate_up`[expert embed gated emlp] or `experts_up`[expert embed emlp], `experts_down`[expert emlp embed];
     optionally biases: the name with _bias, [expert gated emlp] or [expert emlp], and [expert embed].
     """
 
+    def multiply(x: Tensor, w: Tensor, ends: Tensor, sh: Any, dims: str, name: str) -> Tensor:
+        fp8 = grouped_use(sh, x, w, name, dims)
+        if batched and fp8 is None:
+            return batched_product(x, w, tape=sh.tape, name=name)
+        return grouped_product(x, w, ends, tape=sh.tape, name=name, fp8=fp8)
+
     def experts(rows: Tensor, weights: Tensor, ends: Tensor, leaves: Mapping[str, Tensor], *, sh: Any) -> Tensor:
         up = "experts_gate_up" if "experts_gate_up" in leaves else "experts_up"
-        h = grouped_product(rows, leaves[up], ends, tape=sh.tape, name="experts_up")
+        h = multiply(rows, leaves[up], ends, sh, "embed -> emlp", "experts_up")
         if f"{up}_bias" in leaves:
             h = add_group_bias(h.flatten(1), leaves[f"{up}_bias"].flatten(1), ends).view_as(h)
         if isinstance(activation, str):
@@ -37,7 +48,7 @@ def mlp_experts(activation: str | Callable[[Tensor], Tensor]) -> Callable[..., T
         else:
             a = activation(h)
             a = a * weights[:, None].to(a.dtype)
-        y = grouped_product(a, leaves["experts_down"], ends, tape=sh.tape, name="experts_down")
+        y = multiply(a, leaves["experts_down"], ends, sh, "emlp -> embed", "experts_down")
         if "experts_down_bias" in leaves:
             bias = leaves["experts_down_bias"]
             y = add_group_bias(y, bias if not sh.axes("emlp") else bias * _first(sh, y), ends, scale=weights)

@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 
 from fmegatron.context import PADDING, Ctx
+from fmegatron.errors import UserError
 from fmegatron.kernels.moe import wide_product
 from fmegatron.parallel.dispatch import Backend, dispatched
 from fmegatron.parallel.routing import Routed, Routing, route
+from fmegatron.parallel.routing_record import replayed
 from fmegatron.primitives import jittered
 from fmegatron.random import fold_in
 
+# Why one of several microbatches cannot have statistics of a batch.
+WHOLE = (
+    'routing has group="batch": {what} is about the whole batch, of which this is one of {parts} microbatches: use one '
+    'microbatch, two passes (fmegatron.parallel.two_passes), or group="sequence"'
+)
 TO_ROUTE = "batch seq* embed, embed route -> batch seq* route"
 
 
@@ -49,7 +56,10 @@ def router(routing: Routing) -> Callable[[Mapping[str, Tensor], Tensor, Ctx], Ro
     """The router of these settings: f(leaves, x[batch seq* embed], ctx) -> Routed.
 
     Leaves: `router`[embed route], optionally `router_bias`[route], added to the logits. ctx.extras may have
-    "expert_bias"[route], which counts in the choice alone. Tokens of the segment `PADDING` are not routed.
+    "expert_bias"[route], which counts in the choice alone, and "routing"[batch seq choice], a choice made before, in place of
+    one (see `fmegatron.parallel.routing_record`). Tokens of the segment `PADDING` are not routed.
+
+    Raises UserError for one of several microbatches where a decision is about the whole batch.
     """
 
     def f(leaves: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> Routed:
@@ -63,8 +73,14 @@ def router(routing: Routing) -> Callable[[Mapping[str, Tensor], Tensor, Ctx], Ro
             logits = sh.dot(x.to(dtype), leaves["router"].to(dtype), TO_ROUTE, name="router")
         if "router_bias" in leaves:
             logits = logits + leaves["router_bias"].to(dtype)
-        bias = (ctx.extras or {}).get("expert_bias")
-        return route(logits, routing, sh=sh, bias=bias, mask=real_tokens(ctx, x.shape), key=ctx.key, rows=ctx.rows)
+        extras = ctx.extras or {}
+        before: Mapping[str, Tensor] = {}
+        if extras.get("routing") is not None:
+            before = replayed(sh(extras["routing"], "batch seq choice -> batch seq* choice"))
+        elif routing.decides_on_batch and ctx.parts > 1:
+            raise UserError(WHOLE.format(what="the choice of experts", parts=ctx.parts))
+        mask, bias = real_tokens(ctx, x.shape), extras.get("expert_bias")
+        return route(logits, routing, sh=sh, bias=bias, mask=mask, key=ctx.key, rows=ctx.rows, **before)
 
     return f
 

@@ -15,6 +15,7 @@ layer, dropout by row, sums over data axes once, behind a stage's last backward.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ from fmegatron.accumulate import (
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.grad import Trainable, as_at_rest, higher_order, to_local, trainable_leaves, unscaled
+from fmegatron.interleave import by_turns
 from fmegatron.mesh import Mesh
 from fmegatron.optim.norm import sum_of_squares
 from fmegatron.parallel import pipeline_generate, schedule_text
@@ -97,6 +99,7 @@ def pipeline(
     trainable: Trainable = None,
     dtype: torch.dtype | None = None,
     costs: Costs | None = None,
+    overlap: bool = False,
 ) -> Pipeline:
     """f(params, batch, ctx=Ctx(), *, loss_scale=None) -> ((total, metrics), gradients), as `accumulate` gives it.
 
@@ -111,6 +114,8 @@ def pipeline(
     ends: which parameters are read before the layers and behind them; None: `find_ends`. Those in both are tied: they
         lie on both stages, their gradients are summed, and they count once in `norm`.
     weights, trainable, dtype: as for `accumulate`; weights None: the model's, if it has them.
+    overlap: a forward and a backward that the schedule joins (DualPipe-V) run by turns, each under the exchanges of the
+        other's experts (see `fmegatron.interleave`).
 
     f.spec is what this rank holds, a part of the model's spec with the same names; params, gradients and optimizer state
     have its structure. Every rank of `axis` gets the same rows of the batch. total and metrics are equal on all ranks;
@@ -165,6 +170,7 @@ def pipeline(
         trainable,
         dtype,
         costs,
+        overlap,
     )
     made.compare_tables()
     return made
@@ -190,6 +196,7 @@ class Pipeline:
     trainable: Trainable
     dtype: torch.dtype | None
     costs: Costs | None
+    overlap: bool = False
     log: list[str] = field(default_factory=list)
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -239,8 +246,20 @@ class Pipeline:
         ctx = Ctx() if ctx is None else ctx
         self._check_call(params, batch, ctx)
         with Alarm(self._stop) as alarm, torch.no_grad():
-            found = _Forwards(self, alarm, params, batch, ctx).run()
+            found = _Forwards(self, alarm, params, batch, ctx, self._evaluated_in).run()
         return {name: (total, found["weights"][name]) for name, total in found["sums"].items()}
+
+    def statistics(self, params: Any, batch: Any, ctx: Ctx, *, microbatches: int) -> Any:
+        """The statistics of the loss on all ranks, in at most so many microbatches, without gradients."""
+        self._check_call(params, batch, ctx)
+        with Alarm(self._stop) as alarm, torch.no_grad():
+            return _Forwards(self, alarm, params, batch, ctx, microbatches).run()["stats"]
+
+    @property
+    def _evaluated_in(self) -> int:
+        """Microbatches of an evaluation: one where routing decides on the whole batch."""
+        moe = getattr(self.config, "moe", None)
+        return 1 if moe is not None and moe.routing.decides_on_batch else self.table.microbatches
 
     @property
     def config(self) -> Any:
@@ -393,8 +412,12 @@ class _Run:
             if step[0].kind in COMMUNICATION:
                 self.communicate(step)
             else:
-                for action in step:
-                    compute(action)
+                parts = [functools.partial(compute, action) for action in step]
+                if self.pipe.overlap:
+                    by_turns(parts)
+                else:
+                    for part in parts:
+                        part()
             if self.messages is not None:
                 self.messages.drop_sent()
         if self.messages is not None:
@@ -546,7 +569,9 @@ class _Training(_Run):
         self.joint = {(a.stage, a.microbatch) for p in self.table.programs for a in p if a.kind == BACKWARD}
         # gradients are summed over data axes behind the last backward of a stage; with ZeRO-2, behind each
         self.each = self.late and self.sh.rules.zero == 2
-        self.reducer = Reducer(self.spec, self.wanted, self.sh, self.take, wait=False) if self.late and not self.each else None
+        self.reducer = (
+            Reducer(self.spec, self.wanted, self.sh, self.take, wait=False) if self.late and not self.each else None
+        )
         self.done: set[int] = set()  # stages whose last backward has been,
         self.reduced: set[int] = set()  # and leaves whose sums have begun
 
@@ -587,7 +612,7 @@ class _Training(_Run):
         y, self.residuals[s, m] = halves.forward(self.mine[s], x, within, joint, self.trainable[s])
         if s == self.pipe.last:
             value, aux = y
-            self.sums.add(aux)
+            self.sums.add(aux, m)
             flat = [None] * len(leaves(y))
             self.gradients[s, m] = like(y, [torch.ones_like(value), *flat[1:]])
             y = None
@@ -708,11 +733,11 @@ class _Training(_Run):
 class _Forwards(_Run):
     """An evaluation."""
 
-    def __init__(self, pipe: Pipeline, alarm: Alarm, params: Any, batch: Any, ctx: Ctx) -> None:
+    def __init__(self, pipe: Pipeline, alarm: Alarm, params: Any, batch: Any, ctx: Ctx, microbatches: int) -> None:
         rows = row_count(to_local(batch)) or 0
         if rows < 1:
             raise UserError("a pipeline needs a batch of at least one row on every rank")
-        table = pipe.forwards(min(pipe.table.microbatches, rows))
+        table = pipe.forwards(min(microbatches, rows))
         super().__init__(pipe, alarm, table, params, batch, ctx)
 
     def run(self) -> dict[str, Any]:
@@ -725,7 +750,7 @@ class _Forwards(_Run):
         assert kind == FORWARD and m is not None
         y = self.pipe.stage(s)(self.mine[s], self.take_input(s, m), self.within(m))
         if s == self.pipe.last:
-            self.sums.add(y[1])
+            self.sums.add(y[1], m)
             y = None
         self.note(FORWARD, s, m)
         self.hand_on(s, m, y)

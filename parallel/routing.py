@@ -193,6 +193,16 @@ class Routing:
             raise UserError(f"switch_loss={self.switch_loss} with {how}, whose load is even by itself: leave it out")
 
     @property
+    def bounded(self) -> bool:
+        """Is the number of choices that an expert takes bounded, whatever the values?"""
+        return self.capacity is not None or self.choose == "expert_choice"
+
+    @property
+    def decides_on_batch(self) -> bool:
+        """Does a choice depend on other sequences of the batch?"""
+        return self.group == "batch" and (self.capacity is not None or self.choose != "top_k")
+
+    @property
     def choices(self) -> int:
         """The size of the dim `choice`: how many experts a token can have."""
         return self.experts if self.choose == "expert_choice" else self.top_k
@@ -216,7 +226,7 @@ class Routed:
         `route`.
     mask: bool[batch seq*], False for padding; None: every token counts.
     bound: at most so many choices of this rank are real, whatever the values; None: all of them may be.
-    replayed: was the choice given to `route`?
+    places: at most so many of them are one expert's, of routings that bound it.
     """
 
     experts: Tensor
@@ -226,7 +236,7 @@ class Routed:
     chosen: Tensor
     mask: Tensor | None = None
     bound: int | None = None
-    replayed: bool = False
+    places: int | None = None
 
 
 def route(
@@ -239,6 +249,7 @@ def route(
     key: random.Key | None = None,
     rows: Tensor | None = None,
     chosen: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Routed:
     """The choice of logits[batch seq* route].
 
@@ -246,7 +257,8 @@ def route(
     mask: bool[batch seq*], False for padding (and for what fills up a part of a dim that does not divide).
     key: for force="random". rows: int[batch], the global positions of the rows of a microbatch, which forced choices
         depend on; None: those of `sh.index`.
-    chosen: int64[batch seq* choice], a choice made before (`Routed.chosen`), in place of a new one.
+    chosen: int64[batch seq* choice], a choice made before (`Routed.chosen`), in place of a new one. kept: bool of the same
+        shape, which of it found a place then; None: a capacity decides anew.
 
     Raises UserError where logits do not fit, or force="random" has no key.
     """
@@ -263,15 +275,18 @@ def route(
     if mask is not None:
         chosen = chosen.masked_fill(~mask[..., None], none)
     weights = _weights(logits, scores, chosen, routing, gaps)
-    experts, bound = chosen, None
+    experts, bound, places = chosen, None, None
+    elsewhere = kept is not None and routing.group == "batch"  # of a batch that may be larger than this one
     if routing.capacity is not None:
-        kept = _within_capacity(chosen, weights.detach(), routing, sh, mask)
+        kept = _within_capacity(chosen, weights.detach(), routing, sh, mask) if kept is None else kept
         experts, weights = chosen.masked_fill(~kept, none), weights.masked_fill(~kept, 0)
-    if routing.capacity is not None or routing.choose == "expert_choice":
-        places = routing.experts * capacity_of(_group_tokens(logits, routing, sh), routing)
-        of_groups = places * (logits.shape[0] if routing.group == "sequence" else 1)
-        bound = min(of_groups, math.prod(experts.shape))
-    return Routed(experts, weights, scores, logits, chosen, mask, bound)
+    if routing.bounded:
+        places, tokens = math.prod(logits.shape[:2]), _group_tokens(logits, routing, sh)
+        if not elsewhere:
+            groups = logits.shape[0] if routing.group == "sequence" else 1
+            places = min(places, capacity_of(tokens, routing) * groups)
+            bound = min(capacity_of(tokens, routing) * groups * routing.experts, math.prod(experts.shape))
+    return Routed(experts, weights, scores, logits, chosen, mask, bound, places)
 
 
 def score(logits: Tensor, kind: Scores) -> Tensor:

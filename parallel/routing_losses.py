@@ -43,7 +43,7 @@ def counts_by_score(routed: Routed, routing: Routing, *, sh: Any) -> Tensor:
     """[batch route]: how many tokens of each sequence have each expert among their top_k by score alone. Without a gradient."""
     plain = routing.choose == "top_k" and not (routing.force or routing.expert_bias) and routing.groups == 1
     scores = routed.scores.detach()
-    taken = picked(routed.chosen if plain and not routed.replayed else top_experts(scores, routing.top_k), scores)
+    taken = picked(routed.chosen if plain else top_experts(scores, routing.top_k), scores)
     if routed.mask is not None:
         taken = taken.masked_fill(~routed.mask[..., None], 0)
     return sh.sum(taken, "batch seq* route -> batch route")

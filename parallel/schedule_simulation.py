@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from fmegatron.errors import UserError
@@ -73,6 +73,7 @@ _COST = {
     GATHER: "gather",
     REDUCE: "reduce",
 }
+EXCHANGE = "exchange"  # no field of Costs, but in those of others
 SHORT = {
     "f": "forward",
     "b": "backward_input",
@@ -81,6 +82,7 @@ SHORT = {
     "fb": "overlapped",
     "gather": "gather",
     "reduce": "reduce",
+    "a2a": EXCHANGE,
 }
 
 
@@ -88,7 +90,7 @@ def parse_costs(text: str) -> Costs:
     """Costs from text such as "f=1,b=1.1,w=0.9,comm=0.05"; a cost per stage is "f=1:1:1:1.5".
 
     f forward, b backward by input, w backward by weight, comm a message, fb a forward and a backward that overlap,
-    gather, reduce. Raises UserError that names what is wrong.
+    gather, reduce; a2a exchanges of experts (`with_exchange`). Raises UserError that names what is wrong.
     """
     found: dict[str, float | tuple[float, ...]] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
@@ -102,10 +104,12 @@ def parse_costs(text: str) -> Costs:
             raise UserError(f"costs {text!r}: {value!r} is no number, nor numbers with : in between") from None
         if not all(0 <= v < float("inf") for v in numbers):
             raise UserError(f"costs {text!r}: {part!r} must be finite and not negative")
-        if len(numbers) > 1 and field_name == "communication":
-            raise UserError(f"costs {text!r}: comm is one number, not one per stage")
+        if len(numbers) > 1 and field_name in ("communication", EXCHANGE):
+            raise UserError(f"costs {text!r}: {name.strip()} is one number, not one per stage")
         found[field_name] = numbers[0] if len(numbers) == 1 else numbers
-    return Costs(**found)  # type: ignore[arg-type]
+    exchange = found.pop(EXCHANGE, 0.0)
+    costs = Costs(**found)  # type: ignore[arg-type]
+    return with_exchange(costs, exchange) if exchange else costs  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -352,3 +356,62 @@ class _Run:
             for some, times in zip(self.batches, self.sent, strict=True)
         ]
         return tuple(events), tuple(messages), tuple(map(tuple, self.collected))
+
+
+# ------------------------------------------------------------------------------------------------ exchanges of experts
+#
+# A layer's experts cost a microbatch two exchanges between ranks each way. Alone it waits for them. Beside another
+# microbatch (fmegatron.interleave, the joined pairs of DualPipe-V) one computes while the other's rows travel.
+
+Segment = tuple[
+    float, float
+]  # how long a program computes, and how long the exchange takes that it begins then; 0: none
+
+
+def turns(segments: Sequence[int]) -> list[tuple[int, int]]:
+    """In which order two programs of so many segments run, by turns: [(program, segment), …]; one of them is alone when
+    the other has ended."""
+    first, second = segments
+    found = []
+    for n in range(max(first, second)):
+        found += [(program, n) for program, count in ((0, first), (1, second)) if n < count]
+    return found
+
+
+def turns_time(first: Sequence[Segment], second: Sequence[Segment]) -> float:
+    """How long two programs take by turns, until the last exchange of both is over.
+
+    A program passes the turn at each segment's end, and when it is its turn again waits for the exchange that it began.
+    Exchanges go one after the other, as on one communicator. Two programs of n segments (c, x) with x ≤ c take 2 n c + x,
+    and one after the other 2 n (c + x).
+    """
+    programs = [list(first), list(second)]
+    there = [0.0, 0.0]  # when what each of them waits for has come
+    computed = channel = 0.0
+    for program, n in turns([len(p) for p in programs]):
+        compute, exchange = programs[program][n]
+        computed = max(computed, there[program]) + compute
+        there[program] = computed
+        if exchange:
+            channel = there[program] = max(channel, computed) + exchange
+    return max(computed, *there)
+
+
+def with_exchange(costs: Costs, exchange: float) -> Costs:
+    """Costs of stages with experts, whose exchanges take `exchange` a microbatch forward, and as much backward by input.
+
+    A forward or backward that runs alone takes so much longer. A joined pair takes as long as the longest of: its computing;
+    its exchanges; one of its parts alone. That is what `turns_time` comes to for pairs of many equal segments. A cost
+    `overlapped` that is given is kept: then it is known.
+
+    Raises UserError for costs per stage.
+    """
+    f, i, w = costs.forward, costs.backward_input, costs.backward_weight
+    if isinstance(f, Sequence) or isinstance(i, Sequence) or isinstance(w, Sequence):
+        raise UserError(
+            "a2a: an exchange of experts goes with one cost for all stages: give f, b and w one number each"
+        )
+    joined = costs.overlapped
+    if joined is None:
+        joined = max(f + i + w, 2 * exchange, max(f, i + w) + exchange)
+    return replace(costs, forward=f + exchange, backward_input=i + exchange, overlapped=joined)

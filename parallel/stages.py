@@ -23,11 +23,13 @@ from fmegatron.errors import UserError
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage holds: `layers`, the global numbers of its layers, and perhaps the model's embedding and head."""
+    """What a stage holds: `layers`, the global numbers of its layers, and perhaps the model's embedding and head. Prediction
+    modules (`fmegatron.models.mtp`) are with the head; modules: how many a layout names there."""
 
     layers: range = range(0)
     embedding: bool = False
     head: bool = False
+    modules: int = 0
 
     @property
     def empty(self) -> bool:
@@ -134,12 +136,14 @@ def estimated_costs(
     head: int | None = None,
     gated: bool = True,
     windows: Sequence[int | None] = (None,),
+    mtp: int = 0,
 ) -> tuple[list[float], float]:
     """(each layer's cost, the head's) for `by_cost`, of a decoder of these sizes: floating-point operations of a token's
     forward. A backward is twice that in both, and looking up an embedding costs nothing.
 
     windows: keys that a query sees, by layer, repeated; None: all before it. gated: the feed-forward part has three
-        matrices, not two.
+        matrices, not two. mtp: prediction modules, each a layer like the last, a product that joins its inputs, and a head; they
+        are in the cost of the head.
     """
     kv_heads, head = kv_heads or heads, head or embed // heads
     matrices = embed * head * (2 * heads + 2 * kv_heads) + (3 if gated else 2) * embed * mlp
@@ -148,17 +152,19 @@ def estimated_costs(
         width = min(windows[n % len(windows)] or seq_len, seq_len)
         keys = width * (1 - width / (2 * seq_len))  # on average, under a causal mask
         costs.append(2.0 * matrices + 4.0 * heads * head * keys)
-    return costs, 2.0 * embed * vocab
+    head_cost = 2.0 * embed * vocab
+    return costs, head_cost + mtp * (head_cost + 4.0 * embed * embed + (costs[-1] if costs else 0.0))
 
 
-def parse_layout(text: str, *, layers: int | None = None) -> tuple[Stage, ...]:
+def parse_layout(text: str, *, layers: int | None = None, mtp: int | None = None) -> tuple[Stage, ...]:
     """The stages that a string in Megatron-LM's notation lays out, such as "Et*3|(tt|)*29,L".
 
-    E: the embedding; t: a layer; L: the head with the loss; | ends a stage; *3 behind a letter or behind a group in
-        brackets repeats it; commas and spaces mean nothing. An empty stage, "t||t", is legal.
-    layers: of the model; the string must have as many.
+    E: the embedding; t: a layer; m: a module of multi-token prediction; L: the head with the loss; | ends a stage; *3 behind a
+        letter or behind a group in brackets repeats it; commas and spaces mean nothing. An empty stage, "t||t", is legal.
+        m stands on the stage of L, in front of it; it may be left out, and the modules are there all the same.
+    layers, mtp: of the model; the string must have as many t, and as many m or none.
     Raises UserError that names the place: for another letter, brackets that do not match, an E that is not the first
-        or an L that is not the last, and for m (multi-token prediction, which models do not have yet).
+        or an L that is not the last, and an m elsewhere than in front of L.
     """
     flat = _unrolled(text)
     stages: list[list[str]] = [[]]
@@ -175,14 +181,25 @@ def parse_layout(text: str, *, layers: int | None = None) -> tuple[Stage, ...]:
             )
         if letters.index(letter) != place:
             raise UserError(f"layout {text!r}: {letter}, {what}, must come {'behind' if place else 'before'} all else")
+    modules = letters.count("m")
+    with_head = next(s for s in stages if "L" in s)
+    if modules != with_head.count("m") or "mt" in "".join(letters):
+        raise UserError(
+            f"layout {text!r}: m, a prediction module, reads what the head reads and is held with it: write it on the stage of L, "
+            "behind its layers, such as Et|tmL"
+        )
+    if modules and mtp is not None and modules != mtp:
+        has = f"{mtp} prediction modules: write as many m, or none" if mtp else "no prediction modules: leave m out"
+        raise UserError(f"layout {text!r} has {modules} m, but the model has {has}")
     if layers is not None and letters.count("t") != layers:
         raise UserError(f"layout {text!r} has {letters.count('t')} layers t, but the model has {layers}")
-    return _with_ends([s.count("t") for s in stages], [i for i, s in enumerate(stages) if "E" in s or "L" in s])
+    ends = [i for i, s in enumerate(stages) if "E" in s or "L" in s]
+    return _with_ends([s.count("t") for s in stages], ends, modules=modules)
 
 
 def format_layout(stages: Sequence[Stage]) -> str:
     """The stages in Megatron-LM's notation, the inverse of `parse_layout`: "Ettt|tt|ttL"."""
-    return "|".join(f"{'E' * s.embedding}{'t' * len(s.layers)}{'L' * s.head}" for s in stages)
+    return "|".join(f"{'E' * s.embedding}{'t' * len(s.layers)}{'m' * s.modules}{'L' * s.head}" for s in stages)
 
 
 def loop(stages: int, virtual: int = 1) -> tuple[int, ...]:
@@ -232,12 +249,13 @@ def _even(layers: int, count: int, embedding: bool, head: bool) -> tuple[Stage, 
     return _with_ends(sizes)
 
 
-def _with_ends(sizes: Sequence[int], ends: Sequence[int] = ()) -> tuple[Stage, ...]:
-    """Stages of so many layers each. ends: which ones hold the embedding and the head; by default first and last."""
+def _with_ends(sizes: Sequence[int], ends: Sequence[int] = (), *, modules: int = 0) -> tuple[Stage, ...]:
+    """Stages of so many layers each. ends: which ones hold the embedding and the head; by default first and last.
+    modules: prediction modules that are named with the head."""
     first, last = (ends[0], ends[-1]) if ends else (0, len(sizes) - 1)
     starts = [0, *itertools.accumulate(sizes)]
     return tuple(
-        Stage(range(a, a + n), embedding=i == first, head=i == last)
+        Stage(range(a, a + n), embedding=i == first, head=i == last, modules=modules if i == last else 0)
         for i, (a, n) in enumerate(zip(starts, sizes, strict=False))
     )
 
@@ -249,12 +267,8 @@ def _unrolled(text: str) -> str:
     while at < len(text):
         c, items = text[at], groups[-1][1]
         place = f"layout {text!r}, character {at + 1}"
-        if c in "EtL|":
+        if c in "EtmL|":
             items.append(c)
-        elif c == "m":
-            raise UserError(
-                f"{place}: m stands for multi-token prediction, which no model here has yet: leave it out of the layout"
-            )
         elif c == "(":
             groups.append((at, []))
         elif c == ")":
@@ -269,7 +283,7 @@ def _unrolled(text: str) -> str:
             items[-1] *= int(number[1])
             at = number.end() - 1
         elif c not in ", ":
-            raise UserError(f"{place}: {c!r} is none of E, t, L, |, ( ), *, comma")
+            raise UserError(f"{place}: {c!r} is none of E, t, m, L, |, ( ), *, comma")
         at += 1
     if len(groups) > 1:
         raise UserError(f"layout {text!r}, character {groups[-1][0] + 1}: this ( is never closed")

@@ -111,7 +111,7 @@ def in_fp8(folder, target):
     config = hf.read_config(folder)
     stored, meant = {}, {}
     for name, x in families.tensors_in(folder).items():
-        if x.ndim != 2 or "embed" in name or "lm_head" in name or name.endswith("mlp.gate.weight"):
+        if x.ndim != 2 or "embed" in name or "head" in name or name.endswith("mlp.gate.weight"):
             stored[name] = meant[name] = x
             continue
         rows, columns = (-(-n // BLOCK) for n in x.shape)

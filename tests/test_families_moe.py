@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fmegatron import tree
 from fmegatron.errors import UserError
-from fmegatron.models import PRESETS, Decoder, gpt_oss, hf, load_hf, mixtral, mxfp4, olmoe, save_hf
+from fmegatron.models import PRESETS, Decoder, gpt_oss, hf, load_hf, mixtral, mxfp4, olmoe, qwen_moe, save_hf
 from fmegatron.primitives import clamped_swiglu
 from fmegatron.sharding import Sharding
 from fmegatron.spec import count
@@ -156,6 +156,18 @@ def test_settings_of_training_do_not_hinder_a_save():
     with pytest.raises(UserError, match="moe=.* cannot be written"):
         other = dataclasses.replace(routing, before=True, normalised=False)
         hf.fields_of(small(config, moe=dataclasses.replace(config.moe, routing=other)))
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-20b"])
+def test_an_auxiliary_loss_is_what_a_config_turns_on(name):
+    """That of transformers is top_k for an even load of all layers together, ours 1 in each."""
+    modules = {"mixtral-8x7b": mixtral, "qwen3-30b-a3b": qwen_moe, "olmoe-1b-7b": olmoe, "gpt-oss-20b": gpt_oss}
+    module, fields = modules[name], hf.fields_of(Decoder(dataclasses.replace(PRESETS[name], layers=2)))
+    for on, loss in ((False, 0.0), (True, 0.02)):
+        routing = module.config_from_hf(
+            {**fields, "router_aux_loss_coef": 0.02, "output_router_logits": on}
+        ).moe.routing
+        assert 2 * routing.switch_loss == pytest.approx(loss * routing.top_k)
 
 
 def small(config, **changes):

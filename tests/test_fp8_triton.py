@@ -12,6 +12,7 @@ import torch
 
 from fmegatron.fp8 import kernels
 from fmegatron.fp8.cast import scale_of
+from fmegatron.fp8.grouped_kernels import largest_of_groups, places
 
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not GPU
@@ -74,3 +75,34 @@ def test_casts_in_blocks(x, dtype, tile):
         for a, b in zip(got, want, strict=True):
             assert a is b is None or all(same(p, q) for p, q in zip(a, b, strict=True))
             assert a is None or a[1].stride() == kernels.laid_out(b[1], b[0]).stride()
+
+
+@pytest.mark.parametrize("dtype", FORMATS[:1])
+def test_casts_of_groups(x, dtype):
+    """Rows, matrices and groups, some without rows."""
+    triton_grouped = pytest.importorskip("fmegatron.fp8.triton_grouped")
+    x = x if GPU else x.masked_fill(x == 0, 1.0) * 1e12  # (in the range that float32's scales keep)
+
+    def cast(m, by):
+        of = scale_of(m.abs().amax(by).float(), dtype) * 0.5
+        return kernels.narrow(m, of.unsqueeze(by), dtype), 1 / of
+
+    for m in (x, odd(x)):
+        ends = torch.tensor([0, 40, 173, 173, len(m) - 3], dtype=torch.int32, device=DEVICE).clamp(max=len(m) - 3)
+        assert all(same(a, b) for a, b in zip(triton_grouped.cast_rows(m, 0.5, dtype), cast(m, 1), strict=True))
+        sizes, room = triton_grouped.largest_of_groups(m, ends), places(len(m), len(ends))
+        assert same(sizes, largest_of_groups(m, ends, False))
+        scale = scale_of(sizes.clamp(min=0 if GPU else 1), dtype) * 0.5
+        data, padded = triton_grouped.cast_groups(m, ends, scale, room, dtype)
+        start = place = 0
+        for end, behind in zip(ends.tolist(), padded.tolist(), strict=True):
+            assert behind - place == max(16, -(-(end - start) // 16) * 16)
+            assert (data[:, place + end - start : behind].float() == 0).all()
+            if end > start:
+                assert same(data[:, place : place + end - start], cast(m[start:end], 0)[0].t())
+            start, place = end, behind
+        w = m.view(4, -1, m.shape[1])
+        sizes = triton_grouped.largest_of_columns(w)
+        assert same(sizes, w.abs().amax(1).float())
+        data = triton_grouped.cast_columns(w, scale_of(sizes, dtype) * 0.5, dtype)
+        assert all(same(data[n], cast(w[n], 0)[0].t()) for n in range(4))

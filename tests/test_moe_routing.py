@@ -246,10 +246,11 @@ def test_losses_are_the_published_sums():
         best = torch.zeros_like(p).scatter(-1, p.topk(3).indices, 1.0)  # without bias, groups and drops
         for tokens in groups_of(logits, routing):
             real = [t for t in tokens if mask[t]]
+            weighted = (items * mask.sum(1))[sorted({b for b, _ in tokens})].sum() / max(len(real), 1)
             f = sum((best[t] for t in real), torch.zeros(EXPERTS, dtype=F64)) / max(3 * len(real), 1)
             mean = sum((p[t] for t in real), torch.zeros(EXPERTS, dtype=F64)) / max(len(real), 1)
-            for b in {b for b, _ in tokens}:
-                close(items[b], EXPERTS * (f * mean).sum() if mask[b].any() else torch.zeros((), dtype=F64))
+            close(weighted, EXPERTS * (f * mean).sum())  # the mean over the group's tokens
+        assert not items[1].any()  # a sequence without a token
     close(z_loss(logits), logits.exp().sum(-1).log() ** 2)
     close(z_loss(logits, mask), torch.where(mask, logits.exp().sum(-1).log() ** 2, 0))
 

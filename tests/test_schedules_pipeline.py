@@ -662,12 +662,17 @@ def test_layout_strings():
     assert [s.empty for s in parse_layout("E|t||L|")] == [False, False, True, False, True]
     assert [s.embedding for s in parse_layout("|E|tL")] == [False, True, False]
     assert counts(parse_layout("E((t|)*2t|)*2L")) == [1, 1, 1, 1, 1, 1, 0]
+    found = parse_layout("Et|tm*2L", layers=2, mtp=2)  # prediction modules are with the head
+    assert [s.modules for s in found] == [0, 2] and format_layout(found) == "Et|tmmL"
+    assert parse_layout("Et|tL", mtp=2)[-1].modules == 0
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("Et|m|L", r"character 4: m stands for multi-token prediction, which no model here has yet"),
+        ("Et|m|L", "m, a prediction module, reads what the head reads and is held with it"),
+        ("Et|mtL", "write it on the stage of L, behind its layers"),
+        ("Et*3|mmL", "has 2 m, but the model has 1 prediction modules: write as many m, or none"),
         ("Et|x|L", r"character 4: 'x' is none of"),
         ("E(t|L", r"character 2: this \( is never closed"),
         ("Et)|L", r"character 3: this \) closes no"),
@@ -682,7 +687,7 @@ def test_layout_strings():
 )
 def test_bad_layout_strings(text, says):
     with pytest.raises(UserError, match=says):
-        parse_layout(text, layers=3)
+        parse_layout(text, layers=3, mtp=1)
 
 
 def test_placement():

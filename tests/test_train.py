@@ -346,7 +346,7 @@ def test_every_setting_is_a_flag(tmp_path) -> None:
         "moe.drop": "position",
         "moe.group": "batch",
         "moe.force": "balanced",
-        **dict.fromkeys(("moe.normalised", "moe.expert_bias"), "True"),
+        **dict.fromkeys(("moe.normalised", "moe.expert_bias", "moe.two_passes"), "True"),
         "moe.dense_layers": "0,1",
         "dispatch": "dense",
         "batch.size": "6",

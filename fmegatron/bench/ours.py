@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fmegatron import optim, tree
 from fmegatron.accumulate import accumulate
+from fmegatron.bench.settings import FUSED
 from fmegatron.bench.timing import Contender, bytes_of
 from fmegatron.bench.works import Work
 from fmegatron.context import Ctx
@@ -159,6 +160,9 @@ def _contender(
         "layout": rules,
         "optimizer": shared.note,
     }
+    together = [part for part in FUSED if getattr(work.config, f"fused_{part}")]
+    if together:
+        notes["one product"] = ", ".join(together)
     if precision.fp8 is not None:
         notes["fp8"] = (
             f"{precision.fp8.recipe}, backend {precision.fp8.backend}, kept in bf16: {', '.join(precision.fp8.keep)}"

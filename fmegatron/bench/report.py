@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from fmegatron.bench.kernels import KINDS, Profile
 from fmegatron.bench.timing import Phase, paired_ratio
 from fmegatron.bench.works import Work
+from fmegatron.kernels import flash4
 
 
 @dataclass
@@ -141,6 +143,8 @@ def versions(device: torch.device) -> dict[str, str]:
             found["triton"] = triton.__version__
         except ImportError:
             pass
+        if flash4.INSTALLED:
+            found["flash-attn-4"] = metadata.version("flash-attn-4")
     else:
         found["device"] = f"CPU, {torch.get_num_threads()} threads"
     return found

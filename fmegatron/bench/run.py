@@ -17,7 +17,7 @@ from fmegatron.bench import ours, peers_hf, peers_megatron
 from fmegatron.bench.chart import bars
 from fmegatron.bench.kernels import profiled
 from fmegatron.bench.report import Row, notes, profile_table, save, table, versions
-from fmegatron.bench.settings import MESHES, MODES, PEERS, PRECISIONS, BenchConfig, listed
+from fmegatron.bench.settings import FUSED, MESHES, MODES, PEERS, PRECISIONS, BenchConfig, listed
 from fmegatron.bench.timing import Contender, Phase, first, norm_of, peak_of, take_turns, waiter
 from fmegatron.bench.works import Work, stated_peak, work_of
 from fmegatron.errors import UserError
@@ -32,10 +32,12 @@ def run(config: BenchConfig) -> int:
     Raises UserError, before anything is allocated, for settings that do not fit and for a peer that is not installed.
     """
     device = _device(config)
+    if config.calibrate is not None:
+        return _calibrate(config.calibrate, device)
     on_gpu = device.type == "cuda"
-    work = work_of(
-        config.model or ("1.2b" if on_gpu else "tiny"), batch=config.batch, seq=config.seq, layers=config.layers
-    )
+    fused = listed("--fused", config.fused, FUSED, empty=True)
+    name = config.model or ("1.2b" if on_gpu else "tiny")
+    work = work_of(name, batch=config.batch, seq=config.seq, layers=config.layers, fused=fused)
     modes = listed("--modes", config.modes or ("compiled,eager" if on_gpu else "eager"), MODES)
     meshes = listed("--meshes", config.meshes, MESHES)
     peers = listed("--peers", config.peers, PEERS, empty=True)
@@ -68,6 +70,19 @@ def run(config: BenchConfig) -> int:
     _report(config, work, rows, failures)
     print(f"\nsaved {out / 'bench.json'} and {out / 'bench.svg'}")
     return 1 if failures else 0
+
+
+def _calibrate(path: str, device: torch.device) -> int:
+    """Measures the machine for `fmegatron plan`."""
+    from fmegatron.bench.calibrate import calibrate, report
+    from fmegatron.plan.hardware import save
+
+    if not path.endswith(".toml"):
+        raise UserError(f"--calibrate {path}: name the file NAME.toml")
+    machine = calibrate(device)
+    save(machine, path)
+    print(f"{report(machine)}\nsaved {path}: fmegatron plan --gpu {path}")
+    return 0
 
 
 def _check(

@@ -13,6 +13,7 @@ PEERS = ("hf", "megatron")
 PRECISIONS = ("fp32", "bf16", "fp8-tensorwise", "fp8-rowwise", "fp8-blockwise", "fp8-delayed")
 MODES = ("compiled", "eager", "graph")
 MESHES = ("none", "one-rank")
+FUSED = ("qkv", "gate_up")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class BenchConfig:
     """Tokens in a sequence; None: the model's in this benchmark."""
     layers: int | None = None
     """Number of layers; None: the model's."""
+    fused: str = ""
+    """Which of our layers' products are one: qkv, gate_up, or both behind a comma, as --model-overrides.fused-qkv True of
+    `train`; Megatron's always are."""
     remat: str = "everything"
     """What our layers keep for the backward pass, as for `train`: everything, nothing, or names of computations."""
     moments: Literal["float32", "bfloat16"] = "float32"
@@ -72,6 +76,8 @@ class BenchConfig:
     """Where to; None: a GPU if there is one."""
     seed: int = 0
     """Seed of weights and tokens."""
+    calibrate: str | None = None
+    """Instead of steps of a model measure this machine for `fmegatron plan`, by kernels alone, into this file NAME.toml."""
     out: str = "bench"
     """Folder for bench.json and bench.svg."""
 

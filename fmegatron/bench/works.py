@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fmegatron.config import nearest_name
@@ -56,8 +57,16 @@ WORKS = {
 }
 
 
-def work_of(name: str, *, batch: int | None = None, seq: int | None = None, layers: int | None = None) -> Work:
-    """A work of this benchmark, or a preset with one sequence of at most 4096 tokens; with other sizes where given.
+def work_of(
+    name: str,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    layers: int | None = None,
+    fused: Sequence[str] = (),
+) -> Work:
+    """A work of this benchmark, or a preset with one sequence of at most 4096 tokens; with other sizes where given, and
+    with products that are one (qkv, gate_up).
 
     Raises UserError for an unknown name, sizes below 1 and sequences longer than learned positions.
     """
@@ -72,6 +81,10 @@ def work_of(name: str, *, batch: int | None = None, seq: int | None = None, laye
         if value is not None and value < 1:
             raise UserError(f"{flag} {value} must be 1 or more")
     config = work.config if layers is None else dataclasses.replace(work.config, layers=layers)
+    if "gate_up" in fused and config.activation not in GATED:
+        raise UserError(f"--fused gate_up: {name} has no gate (its activation is {config.activation}): leave it out")
+    if fused:
+        config = dataclasses.replace(config, fused_qkv="qkv" in fused, fused_gate_up="gate_up" in fused)
     seq = seq or work.seq
     if seq > config.max_seq:
         if config.positions == "learned":

@@ -119,6 +119,7 @@ class TokenDataset:
         packed: bool = False,
     ) -> Batch:
         """The batch of a step, or the global rows and columns of it that are asked for; see `make_batch`."""
+        end = (step + 1) * batch_size * self.seq_len
         return make_batch(
             self.sample,
             step,
@@ -129,6 +130,7 @@ class TokenDataset:
             eod=self.eod,
             mask_eod=self.mask_eod,
             packed=packed,
+            filled=self.order == "sequential" and end > len(self.tokens) - 1,
         )
 
     def _permutation(self, epoch: int) -> np.ndarray:
@@ -164,6 +166,7 @@ def make_batch(
     eod: int | None = None,
     mask_eod: bool = False,
     packed: bool = False,
+    filled: bool = False,
 ) -> Batch:
     """The batch of a step from a function of the global sample number.
 
@@ -171,7 +174,9 @@ def make_batch(
     order.
     Returns int64 "tokens" and "labels" (the next token) and bool "mask" (does the label count?), each [rows, columns];
     packed adds int64 "segments" (number of the document within the row) and "positions" (within the document), which
-    change after each `eod`. Short samples are filled with id 0, mask False, in a segment of their own.
+    change after each `eod`. Short samples are filled with id 0, mask False, in a segment of their own. filled adds bool
+    "real", False where the batch is filled so, which what mixes tokens must know (see `fmegatron.padding`); all ranks must say
+    the same of a batch.
     """
     if batch_size < 1:
         raise UserError(f"batch_size={batch_size} is not positive: give the number of sequences in a global batch")
@@ -191,6 +196,8 @@ def make_batch(
     real = np.arange(seq_len) < counts
     mask = real & (tokens != eod) if mask_eod else real
     out = {"tokens": tokens, "labels": labels, "mask": mask}
+    if filled:
+        out["real"] = real
     if packed:
         starts = np.zeros(tokens.shape, bool)
         starts[:, 1:] = (tokens[:, :-1] == eod) & real[:, :-1]  # the filling may look like an end
@@ -217,7 +224,7 @@ def eval_batches(
     """Batches that have every token of the split (but the first) exactly once as a label that counts, in order.
 
     Takes a dataset of any order and reads its stream in sequence. The last batch is as large as the others, filled with
-    rows whose mask is False. limit: at most so many batches. See `make_batch` for rows, columns and packed.
+    rows whose mask is False; where it is, it has "real", which tells tokens apart. limit: at most so many batches. See `make_batch` for rows, columns and packed.
     """
     if dataset.order == "megatron":
         raise UserError("dataset has order='megatron': evaluate one with order='sequential'")
@@ -238,6 +245,7 @@ def eval_batches(
             eod=dataset.eod,
             mask_eod=dataset.mask_eod,
             packed=packed,
+            filled=(step + 1) * batch_size * length > len(stream) - 1,
         )
 
 

@@ -5,6 +5,7 @@ use.py      how one product of `sh.dot` runs, if it runs in fp8
 dot.py      the product and its gradients
 cast.py     a matrix in fp8 with its scales; kernels.py, triton_kernels.py: how that is made
 multiply.py products of two such matrices
+grouped.py  the products of experts; grouped_kernels.py, triton_grouped.py: their casts, and what multiplies
 scaling.py  the state of a step: histories of delayed scaling, casts of weights kept over microbatches
 """
 

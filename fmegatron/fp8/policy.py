@@ -21,7 +21,7 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 @dataclass(frozen=True)
 class Fp8:
-    """fp8 products of activations with weights (`sh.dot`): forward, gradient by input, gradient by weight.
+    """fp8 products of activations with weights (`sh.dot`, experts): forward, gradient by input, gradient by weight.
 
     recipe: what shares one scale.
         "tensorwise": all of an operand, by its own largest magnitude.
@@ -44,6 +44,9 @@ class Fp8:
     backend: "native" (torch._scaled_mm), "emulated" (the same numbers, rounded to fp8 and multiplied in float32), "te"
         (Transformer Engine's casts); "auto": native on a GPU, emulated on CPU.
     kernels: what casts on a GPU, "triton" or "torch" operations; "auto": triton where it is installed.
+
+    Experts' products (`experts_up`, `experts_down`) are scaled by rows and e4m3 alone, gradients too, with "tensorwise" and
+    "rowwise"; with the other recipes they stay in the compute dtype (see `fmegatron.fp8.grouped`). So does the router.
 
     All scales are powers of two: a cast rounds once, in the fp8 format, and scaling back is exact. Numbers beyond the format's
     range become its largest ones; what is not finite stays not finite. Raises UserError for values that mean nothing.
@@ -89,6 +92,11 @@ class Fp8:
         """The format of output gradients."""
         several = self.recipe in ("rowwise", "blockwise")
         return FORMATS[self.gradients or ("e4m3" if several else "e5m2")]
+
+    @property
+    def scales_groups(self) -> bool:
+        """Do experts' products run in fp8?"""
+        return self.recipe in ("tensorwise", "rowwise")
 
     @property
     def multiple(self) -> int:

@@ -15,6 +15,8 @@ def moment_dtypes(name: str, moments: Moments) -> tuple[Dtype, Dtype]:
     pair = moments if isinstance(moments, tuple) else (moments, moments)
     if len(pair) != 2 or any(d is not None and not (isinstance(d, torch.dtype) and d.is_floating_point) for d in pair):
         raise UserError(f"{name} needs moments of a float dtype, such as torch.bfloat16, or a pair, but got {moments}")
+    if any(d is not None and d.itemsize < 2 for d in pair):
+        raise UserError(f"{name}: moments={moments} would need scales, which it does not keep: use torch.bfloat16")
     return pair
 
 

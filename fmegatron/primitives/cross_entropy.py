@@ -11,6 +11,7 @@ Every form of the loss is made of the two, lse and target: lse - target + z_loss
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -471,26 +472,8 @@ def _linear_statistics_backward_op(
     dtype, wt = wide(x.dtype), w if rows else w.t()
     gx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0)
     gw = torch.zeros(w.shape, dtype=dtype, device=w.device) if need_w else w.new_empty(0)
-    room = torch.empty((min(chunk, x.shape[0]), wt.shape[0]), dtype=x.dtype, device=x.device) if fast else x
-    for start in range(0, x.shape[0], chunk):
-        part = slice(start, start + chunk)
-        logits = _product(x[part], wt.t(), dtype)
-        if fast:
-            from fmegatron.kernels import softmax
-
-            assert lse is not None
-            g, by_lse, by_target = room[: logits.shape[0]], g_lse[part].contiguous(), g_target[part].contiguous()
-            statistics = labels[part], filling, lse[part], None
-            softmax.gradient(logits, *statistics, by_lse, by_target, g, cap, label_share, every_share)
-            del logits
-        else:
-            logits = _capped(logits, cap, in_place=True)
-            p = _hidden(logits, filling).softmax(-1)
-            slope = None if cap is None else logits.div_(cap).square_().neg_().add_(1)
-            del logits
-            g = _logits_gradient(p, slope, labels[part], g_lse[part], g_target[part], label_share, every_share, x.dtype)
-            g = g if filling is None else g.masked_fill_(filling, 0)
-            del p, slope
+    form = _Form(cap, label_share, every_share)
+    for part, g in _logits_gradients(x, w, labels, filling, g_lse, g_target, lse, rows, chunk, form, fast):
         if need_x:
             gx[part] = g @ wt
         if need_w:
@@ -577,30 +560,60 @@ def _with_logits(
         g = kept.data
         gx, gw = _kept_gradients(x, w, labels, lse, target, g, g_lse, g_target, rows, need_x, need_w, fast)
         return gx, gw, g
-    cap, label_share, every_share = form
     g = torch.empty((x.shape[0], w.shape[0 if rows else 1]), dtype=x.dtype, device=x.device)
-    for start in range(0, x.shape[0], chunk):
-        part = slice(start, start + chunk)
-        logits, by_lse, by_target = _product(x[part], w.t() if rows else w, wide(x.dtype)), g_lse[part], g_target[part]
-        if fast:
-            from fmegatron.kernels import softmax
-
-            assert lse is not None
-            statistics = labels[part], filling, lse[part], None
-            softmax.gradient(
-                logits, *statistics, by_lse.contiguous(), by_target.contiguous(), g[part], cap, label_share, every_share
-            )
-            continue
-        logits = _capped(logits, cap, in_place=True)
-        p = _hidden(logits, filling).softmax(-1)
-        slope = None if cap is None else logits.div_(cap).square_().neg_().add_(1)
-        g[part] = _logits_gradient(p, slope, labels[part], by_lse, by_target, label_share, every_share, x.dtype)
-    if filling is not None:
-        g.masked_fill_(filling, 0)
+    for _ in _logits_gradients(*args, lse, rows, chunk, _Form(*form), fast, g):
+        pass
     wt = w if rows else w.t()
     gx = g @ wt if need_x else x.new_empty(0)
     gw = (g.t() @ x if rows else x.t() @ g) if need_w else w.new_empty(0)
     return gx, gw, g
+
+
+def _logits_gradients(
+    x: Tensor,
+    w: Tensor,
+    labels: Tensor,
+    filling: Tensor | None,
+    g_lse: Tensor,
+    g_target: Tensor,
+    lse: Tensor | None,
+    rows: bool,
+    chunk: int,
+    form: _Form,
+    fast: bool,
+    whole: Tensor | None = None,
+) -> Iterator[tuple[slice, Tensor]]:
+    """(tokens, the gradient by their logits in x's dtype) of every chunk: its rows of `whole`[token vocab], or memory that
+    the next may take over. lse: needed if `fast`."""
+    w = w.t() if rows else w
+    room = (
+        torch.empty((min(chunk, x.shape[0]), w.shape[1]), dtype=x.dtype, device=x.device)
+        if fast and whole is None
+        else x
+    )
+    for start in range(0, x.shape[0], chunk):
+        part = slice(start, start + chunk)
+        logits = _product(x[part], w, wide(x.dtype))
+        if fast:
+            from fmegatron.kernels import softmax
+
+            assert lse is not None
+            g = room[: logits.shape[0]] if whole is None else whole[part]
+            by_lse, by_target = g_lse[part].contiguous(), g_target[part].contiguous()
+            softmax.gradient(logits, labels[part], filling, lse[part], None, by_lse, by_target, g, *form)
+            del logits
+        else:
+            logits = _capped(logits, form.cap, in_place=True)
+            p = _hidden(logits, filling).softmax(-1)
+            slope = None if form.cap is None else logits.div_(form.cap).square_().neg_().add_(1)
+            del logits
+            shares = form.label_share, form.every_share
+            g = _logits_gradient(p, slope, labels[part], g_lse[part], g_target[part], *shares, x.dtype)
+            g = g if filling is None else g.masked_fill_(filling, 0)
+            del p, slope
+            if whole is not None:
+                whole[part] = g
+        yield part, g
 
 
 def _logits_gradient(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,13 +12,23 @@ from fmegatron.function import apply_function
 from fmegatron.primitives._function import operator
 from fmegatron.tape import Tape
 
+if TYPE_CHECKING:
+    from fmegatron.fp8.grouped import GroupedUse
 
-def grouped_product(x: Tensor, w: Tensor, ends: Tensor, *, tape: Tape | None = None, name: str = "dot") -> Tensor:
+
+def grouped_product(
+    x: Tensor, w: Tensor, ends: Tensor, *, tape: Tape | None = None, name: str = "dot", fp8: GroupedUse | None = None
+) -> Tensor:
     """x[row in] with its rows in groups, w[group in out …] -> [row out …]: each group's rows times the group's matrix.
 
     ends: int32[group], the row behind each group's last one; the last of them is the number of rows. Sizes of groups
         stay on the device. tape, name: as for `fmegatron.product.product`; the matrices can be tapped.
+    fp8: how it runs in fp8 (`fmegatron.fp8.grouped.grouped_use`), or None.
     """
+    if fp8 is not None:
+        from fmegatron.fp8.grouped import fp8_grouped_product
+
+        return fp8_grouped_product(x, w, ends, fp8, tape=tape, name=name)
     shape = w.shape[1:]
     if tape is None:
         y = apply_function(Grouped, x, w.flatten(2), ends, None)

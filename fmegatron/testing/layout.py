@@ -11,7 +11,7 @@ from typing import Any
 
 from fmegatron.axes import PIPELINE, parse_axes
 from fmegatron.errors import UserError
-from fmegatron.parallel.dispatch import BACKENDS
+from fmegatron.parallel.dispatch import BACKENDS, PADDED
 from fmegatron.parallel.schedules import SCHEDULES
 from fmegatron.rules import CONTEXTS
 from fmegatron.testing.own_rows import format_rows, parse_rows
@@ -82,8 +82,8 @@ class Layout:
             raise UserError(f"layout {self}: context={self.context} is not known: use one of {', '.join(CONTEXTS)}")
         if self.mask not in MASKS:
             raise UserError(f"layout {self}: mask={self.mask} is not known: use one of {', '.join(MASKS)}")
-        if self.dispatch not in BACKENDS:
-            raise UserError(f"layout {self}: dispatch={self.dispatch} is not known: use one of {', '.join(BACKENDS)}")
+        if self.dispatch not in (known := (*BACKENDS, PADDED)):
+            raise UserError(f"layout {self}: dispatch={self.dispatch} is not known: use one of {', '.join(known)}")
         if self.schedule not in SCHEDULES:
             raise UserError(f"layout {self}: schedule={self.schedule} is not known: use one of {', '.join(SCHEDULES)}")
         for name, there in (("schedule", self.schedule != "1f1b"), ("virtual", self.virtual), ("stages", self.stages)):

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fmegatron import optim, random, tree
+from fmegatron.accumulate import accumulate
 from fmegatron.errors import ShardingError
 from fmegatron.mesh import Mesh
 from fmegatron.optim import Optimizer, global_norm
 from fmegatron.padding import shard_batch
+from fmegatron.parallel.two_passes import in_two_passes, needs_two_passes
 from fmegatron.precision import Precision
 from fmegatron.sharding import Sharding
 from fmegatron.simulation import per_rank
@@ -81,7 +83,7 @@ def run(
 
     reference: on one device without a mesh, in one microbatch, with nothing computed again.
     """
-    made = program if reference else program.on(layout)
+    made = made_for = program if reference else program.on(layout)
     _, loss, weights = made.functions
     spec, whole, here = inputs.spec, inputs.params, torch.device(device)
     sh, pipe = Sharding(precision=job.precision), None
@@ -106,7 +108,11 @@ def run(
         if reference:
             return made, train_step(loss, made, weights=weights, sh=sh, donate=donate)
         made = with_sharded_state(made, spec, sh)
-        options: dict[str, Any] = {"microbatches": layout.micro, "spec": spec, "donate": donate, "gradients": pipe}
+        gradients: Any = pipe
+        if layout.micro > 1 and needs_two_passes(made_for.model):
+            gradients = pipe or accumulate(loss, layout.micro, weights=weights, spec=spec)
+            gradients = in_two_passes(made_for.model, gradients, microbatches=layout.micro)
+        options: dict[str, Any] = {"microbatches": layout.micro, "spec": spec, "donate": donate, "gradients": gradients}
         return made, train_step(loss, made, weights=weights, sh=sh, **options)
 
     def steps(step: Any, state: TrainState, start: int) -> TrainState:

@@ -6,7 +6,8 @@
 
 The work: 8 layers, width 2048, 32 heads of 128 (4 of keys and values), 128 experts of width 768, 8 of them for each token,
 vocabulary 32768, 4 × 4096 tokens, bfloat16, forward and backward. Contenders take turns in one run, and medians are
-compared. FLOPs are those of active experts; attention is counted with its causal mask.
+compared. FLOPs are those of active experts; attention is counted with its causal mask. The model runs as it is, recorded as a
+CUDA graph (nothing in it waits for the device), and both in fp8, experts too.
 
 balanced: whatever routers with random weights choose. skewed: every other token has its experts among the first `top_k` alone,
 so these have half of all rows.
@@ -41,6 +42,9 @@ from torch import Tensor
 from fmegatron import tree
 from fmegatron.accumulate import accumulate
 from fmegatron.context import Ctx
+from fmegatron.fp8 import Fp8, scaling
+from fmegatron.fp8.grouped import Call, GroupedUse
+from fmegatron.graphs import cuda_graph
 from fmegatron.kernels.moe import gather_rows, sort_by_expert, sum_choices, top_experts, weighted_gated, wide_product
 from fmegatron.precision import Precision
 from fmegatron.primitives.grouped import by_group, grouped_product, products
@@ -102,7 +106,7 @@ class Run:
         self.dtype = torch.bfloat16 if self.gpu else torch.float32
         self.size = SMALL if a.small else Size()
         self.rounds, self.out, self.began = (2 if a.small else a.rounds), a.out, time.perf_counter()
-        self.limit = a.limit
+        self.limit, self.alone = a.limit, a.alone
         self.found: dict[str, Any] = {"torch": torch.__version__, "size": dataclasses.asdict(self.size)}
         self.found["where"] = torch.cuda.get_device_name() if self.gpu else "CPU"
         self.bandwidth = 0.0
@@ -168,15 +172,21 @@ def choices_of(run: Run, load: str) -> tuple[Tensor, Tensor]:
 
 
 def layer_ours(
-    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, kernel: str = "auto"
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    kernel: str = "auto",
+    fp8: GroupedUse | None = None,
 ) -> Tensor:
     """x[token embed]: the expert layer made of this library's parts."""
     choices = experts.shape[1]
     order, inverse, ends = sort_by_expert(experts, len(down), kernel=kernel)
     rows = gather_rows(x, order, inverse, choices, kernel=kernel)
     w = gather_rows(weights.reshape(-1, 1), order, inverse, 1)[:, 0]
-    h = weighted_gated(grouped_product(rows, gate_up, ends), w, ends, kernel=kernel)
-    return sum_choices(grouped_product(h, down, ends), order, inverse, choices, kernel=kernel)
+    h = weighted_gated(grouped_product(rows, gate_up, ends, fp8=fp8), w, ends, kernel=kernel)
+    return sum_choices(grouped_product(h, down, ends, fp8=fp8), order, inverse, choices, kernel=kernel)
 
 
 def layer_plain(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -382,6 +392,38 @@ def kernels_of(run: Run, load: str, found: dict[str, Any]) -> None:
     product("down", mlp, {"torch": lambda: products(a, down, ends)})
     product("down by x", mlp, {"torch": lambda: products(y, down.mT, ends)})
     product("down by weight", mlp, {"torch": lambda: by_group(a, y, ends)})
+    if run.gpu and load == "balanced":
+        guarded("kernels of fp8", functools.partial(fp8_of, run, row, product, y, h, gate_up, down, ends))
+
+
+def fp8_of(
+    run: Run,
+    row: Callable[..., None],
+    product: Callable[..., None],
+    x: Tensor,
+    h: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ends: Tensor,
+) -> None:
+    """Casts and products of the experts in fp8: x[row embed], h[row 2 mlp] as activations or gradients."""
+    s, call = run.size, Call(GroupedUse(Fp8("rowwise")), run.dtype, True)
+    rows, embed, wide = s.rows, s.embed, 2 * s.mlp
+    row("fp8 x by rows", 1.5 * rows * embed, {"auto": lambda: call.by_row(x, ())})
+    row("fp8 x by groups", 1.5 * rows * embed, {"auto": lambda: call.by_group(x, ends)})
+    row("fp8 h by groups", 1.5 * rows * wide, {"auto": lambda: call.by_group(h, ends)})
+    row("fp8 gate_up", 1.5 * gate_up.numel(), {"auto": lambda: call.cast_w(gate_up)})
+    row("fp8 gate_up by x", 1.5 * gate_up.numel(), {"auto": lambda: call.cast_w_by_x(gate_up)})
+    x8, h8, a8 = (call.by_row(t, ()) for t in (x, h, h[:, : s.mlp].contiguous()))
+    w8, w8x = call.cast_w(gate_up)[0], call.cast_w_by_x(gate_up)
+    d8, d8x = call.cast_w(down)[0], call.cast_w_by_x(down)
+    (xg, at), (hg, _), (ag, _) = (call.by_group(t, ends) for t in (x, h, h[:, : s.mlp]))
+    product("fp8 gate_up", wide, {"torch": functools.partial(call.multiply, x8, w8, ends)})
+    product("fp8 gate_up by x", wide, {"torch": functools.partial(call.multiply, h8, w8x, ends)})
+    product("fp8 gate_up by weight", wide, {"torch": lambda: call.multiply_groups(xg, hg, at)})
+    product("fp8 down", s.mlp, {"torch": functools.partial(call.multiply, a8, d8, ends)})
+    product("fp8 down by x", s.mlp, {"torch": functools.partial(call.multiply, x8, d8x, ends)})
+    product("fp8 down by weight", s.mlp, {"torch": lambda: call.multiply_groups(ag, xg, at)})
 
 
 def router_of(run: Run, row: Callable[..., None]) -> None:
@@ -510,6 +552,7 @@ def layer(run: Run) -> None:
 
         all_of = [
             Contender("ours", timed(layer_ours)),
+            Contender("ours, fp8", timed(functools.partial(layer_ours, fp8=GroupedUse(Fp8("rowwise"))))),
             Contender("ours, torch's operations", timed(lambda *args: layer_ours(*args, kernel="torch"))),
             Contender("fmegatron.parallel.moe", timed(guarded("parallel.moe", lambda: _dispatched(run)) or _absent)),
             Contender("plain", timed(layer_plain)),
@@ -521,7 +564,8 @@ def layer(run: Run) -> None:
         if run.gpu:
             with no_sync(run):
                 guarded("ours without a wait", all_of[0].call)
-                guarded("fmegatron.parallel.moe without a wait", all_of[2].call)
+                guarded("ours, fp8, without a wait", all_of[1].call)
+                guarded("fmegatron.parallel.moe without a wait", all_of[3].call)
         run.found["layer"] = {**found, "published TF": PUBLISHED}
         run.save()
         del all_of, leaves
@@ -560,7 +604,7 @@ def _dispatched(run: Run) -> Callable[..., Tensor]:
 
 
 def model(run: Run, loads: list[str], megatron: bool) -> None:
-    reference = "megatron-core" if megatron and run.gpu else "plain sketch"
+    reference = "megatron-core" if megatron and run.gpu else "fmegatron" if run.alone else "plain sketch"
     with contextlib.ExitStack() as held:
         if megatron and run.gpu:
             megatron = bool(guarded("Megatron's session", functools.partial(session, held)))
@@ -588,18 +632,21 @@ def model_of(run: Run, load: str, megatron: bool, reference: str) -> None:
     hot = torch.zeros(s.tokens, s.experts, device=run.device)
     if load == "skewed":
         hot[::2, : s.top_k] = 20.0
-    mine = guarded("Decoder", lambda: ours(run, load, ids))
-    everyone = [mine, *(guarded("sketches", lambda: sketches(run, ids, hot)) or [])]
+    mine = guarded("Decoder", lambda: ours(run, load, ids)) or []
+    everyone = list(mine)
+    if not run.alone:
+        everyone += guarded("sketches", lambda: sketches(run, ids, hot)) or []
     if megatron:
         everyone.append(guarded("Megatron", lambda: megatron_peer(run, ids, hot)))
     found = take_turns(run, [c for c in everyone if c is not None], s.flops, reference)
     run.found.setdefault("model", {})[load] = found
     run.save()
-    if mine is not None:
-        del everyone
+    del everyone
+    for c in mine[::2]:  # not those that are recorded
         with no_sync(run):
-            guarded("the model without a wait of the host", mine.call)
-        found["profile"] = guarded("profile", functools.partial(profile, run, mine.call))
+            guarded(f"{c.name}, without a wait of the host", c.call)
+        print(f"   {c.name}:")
+        found.setdefault("profile", {})[c.name] = guarded("profile", functools.partial(profile, run, c.call))
         run.save()
 
 
@@ -614,8 +661,8 @@ def profile(run: Run, call: Callable[[], Any]) -> Any:
     return {"kinds": found.kinds, "slowest": found.slowest}
 
 
-def ours(run: Run, load: str, ids: Tensor) -> Contender:
-    """The Decoder of this library."""
+def ours(run: Run, load: str, ids: Tensor) -> list[Contender]:
+    """The Decoder of this library, in bfloat16 and in fp8, each as it is and recorded as a CUDA graph."""
     from fmegatron.models import Decoder, DecoderConfig
     from fmegatron.models.moe import MoE
     from fmegatron.parallel.routing import Routing
@@ -627,22 +674,32 @@ def ours(run: Run, load: str, ids: Tensor) -> Contender:
         max_seq=s.seq, moe=MoE(routing=routing, mlp=s.mlp),
     )  # fmt: skip
     decoder = Decoder(config, compile=run.gpu)
-    sh = Sharding(precision=Precision(params=run.dtype, reduce=run.dtype))
-    params = init(decoder.spec(), key(0), sh=sh, device=run.device)
+    params = init(decoder.spec(), key(0), sh=Sharding(precision=Precision(params=run.dtype)), device=run.device)
     batch = {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
     one = accumulate(decoder.loss, weights=decoder.weights)
-    print(f"   Decoder: {count(decoder.spec()) / 1e9:.2f} × 10⁹ parameters")
-    said: list[float] = []
-
-    def call() -> Any:
-        (loss, _), grads = one(params, batch, Ctx(sh=sh))
-        if not said:
-            said.append(float(loss))
-            print(f"   fmegatron: loss {said[0]:.4f}")
-        return loss, grads
-
     own = sum(x.nbytes for x in tree.leaves(params))
-    return Contender("fmegatron", call, own)
+    print(f"   Decoder: {count(decoder.spec()) / 1e9:.2f} × 10⁹ parameters")
+    found = []
+    for name, fp8 in (("fmegatron", None), ("fmegatron, fp8 rowwise", Fp8("rowwise", unaligned="keep"))):
+        sh = Sharding(precision=Precision(params=run.dtype, reduce=run.dtype, fp8=fp8))
+
+        def call(name: str = name, sh: Sharding = sh, said: list[float] = []) -> Any:  # noqa: B006
+            now = sh if sh.precision.fp8 is None else scaling.begin(sh, None)
+            (loss, _), grads = one(params, batch, Ctx(sh=now))
+            if not said:
+                said.append(float(loss))
+                print(f"   {name}: loss {said[0]:.4f}")
+            return loss, grads
+
+        def kept(state: Any, batch: Any, call: Callable[[], Any] = call, into: list[Any] = []) -> Any:  # noqa: B006
+            loss, grads = call()
+            into[:] = [grads]  # in the recording's memory, which each play overwrites
+            return state, {"loss": loss}
+
+        step = cuda_graph(kept)
+        found.append(Contender(name, call, own))
+        found.append(Contender(f"{name}, recorded", functools.partial(step, {"params": params}, batch), own))
+    return found
 
 
 def sketches(run: Run, ids: Tensor, hot: Tensor) -> list[Contender]:
@@ -847,10 +904,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each contender")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds, behind which nothing new is begun")
     parser.add_argument("--no-megatron", action="store_true", help="leave the peer out")
+    parser.add_argument("--alone", action="store_true", help="leave peers and sketches of the model out")
     parser.add_argument("--small", action="store_true", help="tiny sizes on a CPU, without torch.compile and peers")
     parser.add_argument("--out", type=Path, help="JSON, written behind every part")
     a = parser.parse_args()
-    if not a.small and not a.no_megatron and "model" in a.parts:
+    if not (a.small or a.no_megatron or a.alone) and "model" in a.parts:
         with contextlib.suppress(Exception):
             import transformer_engine.pytorch  # noqa: F401  # brings another cuDNN frontend: in front of torch's
     run = Run(a)
@@ -859,7 +917,7 @@ def main() -> None:
         "check": lambda: check(run),
         "kernels": lambda: kernels(run),
         "layer": lambda: layer(run),
-        "model": lambda: model(run, a.loads.split(","), not a.no_megatron),
+        "model": lambda: model(run, a.loads.split(","), not (a.no_megatron or a.alone)),
     }
     for name in a.parts.split(","):
         print(f"== {name} ({time.perf_counter() - run.began:.0f} s)", flush=True)

@@ -23,6 +23,8 @@ def _model(routing: Routing = ROUTING, **changes: object) -> Decoder:
 # as `find_model` reads them: "tests.mutants.moe_table:PLAIN"
 PLAIN = _model()
 CAPACITY = _model(replace(ROUTING, capacity=0.7, drop="position"), shared=0)
+BATCH = _model(replace(ROUTING, group="batch"), shared=0)
+BATCH_CAPACITY = _model(replace(ROUTING, group="batch", capacity=0.7), shared=0)
 BIASES = _model(bias=True, router_bias=True, shared=0)
 MOVING = _model(replace(ROUTING, scores="sigmoid", expert_bias=True, bias_rate=0.1), shared=0)
 
@@ -54,19 +56,20 @@ DISPATCH, ROUTES, LOSSES = (
 )
 EXPERTS, LAYER, RECORDS = "fmegatron.parallel.experts", "fmegatron.parallel.moe", "fmegatron.models.moe"
 EXCHANGE, RULES, DECODER = "fmegatron.exchange", "fmegatron.rules", "fmegatron.models.decoder"
+ROWS = '"batch seq* route -> batch route"'
 SEQ_RANKS = "(1 if sh.mesh is None else sh.mesh.size(sh.axes('seq*')))"
 
 AUXILIARY = (
     planted(
         "the auxiliary loss is scaled by tp",
         "Megatron #1652, #3672: every rank of the sequence adds the loss of the whole of it",
-        (f"{LOSSES}:switch_loss", "sh.sum(of_one, per_expert)\n", f"sh.sum(of_one, per_expert) * {SEQ_RANKS}\n"),
+        (f"{LOSSES}:switch_loss", f"sh.sum(of_one, {ROWS})\n", f"sh.sum(of_one, {ROWS}) * {SEQ_RANKS}\n"),
         on="tp=2 sp",
     ),
     planted(
         "the auxiliary loss counts a rank's own tokens",
         "Megatron #1652, NeMo Automodel PR #3359: shares of the load by local counts",
-        (f"{LOSSES}:switch_loss", "counts, sums = sh.sum(taken, per_expert)", "counts, sums = taken.sum(1)"),
+        (f"{LOSSES}:counts_by_score", f"sh.sum(taken, {ROWS})", "taken.sum(1)"),
         on="cp=2",
     ),
     planted(
@@ -74,8 +77,8 @@ AUXILIARY = (
         "NeMo Automodel PR #3359: it grows with the ranks of the sequence",
         (
             f"{LOSSES}:switch_loss",
-            "tokens = counts.sum(-1) / routing.top_k",
-            "tokens = counts.sum(-1) / routing.top_k / " + SEQ_RANKS,
+            "tokens = mine.sum(-1) / routing.top_k",
+            "tokens = mine.sum(-1) / routing.top_k / " + SEQ_RANKS,
         ),
         on="tp=2 sp",
     ),
@@ -107,6 +110,38 @@ AUXILIARY = (
         on="dp=1,cp=2 odd",
     ),
 )
+# of a group that is the whole batch, read in two passes
+WHOLE_BATCH = (
+    planted(
+        "the switch loss of the batch goes by a microbatch's load",
+        "Megatron's auxiliary loss is one of each microbatch, whatever the batch",
+        (
+            f"{RECORDS}:_counts",
+            "            return known\n",
+            '            return ctx.sh.sum(mine, "batch route -> route")\n',
+        ),
+        on="dp=1 micro=2",
+        model="BATCH",
+    ),
+    planted(
+        "the first pass counts a rank's own rows",
+        "Megatron #1652 again: shares of the load by local counts",
+        (
+            "fmegatron.parallel.two_passes:_statistics",
+            "summed(t.items, t.dims, ctx.sh)",
+            "t.items.sum(1 if t.items.ndim > 1 else 0)",
+        ),
+        on="dp=2 micro=2",
+        model="BATCH",
+    ),
+    planted(
+        "what was dropped is not replayed",
+        "the second pass has the choices of the first, and not which of them found a place",
+        ("fmegatron.parallel.routing_record:replayed", "record >= 0", "record >= -(10**9)"),
+        on="dp=1 micro=2",
+        model="BATCH_CAPACITY",
+    ),
+)
 ROUTER = (
     planted(
         "the router's gradient misses its partial sum",
@@ -121,7 +156,7 @@ ROUTER = (
     planted(
         "padding is routed",
         "it is counted, and takes places of an expert's capacity",
-        (f"{LAYER}:router", "mask=real_tokens(ctx, x.shape)", "mask=None"),
+        (f"{LAYER}:router", "mask, bias = real_tokens(ctx, x.shape), ", "mask, bias = None, "),
         on="cp=2 odd",
         model="CAPACITY",
     ),
@@ -180,8 +215,8 @@ EXPERT = (
         "DeepSpeed PR #5259: divided by the expert ranks, of which one has each token",
         (
             f"{EXCHANGE}:_Exchange.backward",
-            "apply_function(_Exchange, g, ",
-            "apply_function(_Exchange, g / ctx.mesh.size(ctx.axes), ",
+            "ctx.splits.back, *some)",
+            "ctx.splits.back, *(g / ctx.mesh.size(ctx.axes) for g in some))",
         ),
         on="dp=2 ep=2",
     ),
@@ -220,9 +255,8 @@ TRAVEL = (
         "rows are sorted by expert where they arrive, and their weights are not",
         (
             f"{DISPATCH}:_by_rows",
-            "taken, scales = (gather_rows(exchange_rows(t, mesh, axes, splits), there, back, 1) for t in (taken, scales))",
-            "taken, scales = (exchange_rows(t, mesh, axes, splits) for t in (taken, scales))\n"
-            "        taken = gather_rows(taken, there, back, 1)",
+            "taken, scales = (gather_rows(t, there, back, 1) for t in came)",
+            "taken, scales = gather_rows(came[0], there, back, 1), came[1]",
         ),
         on="dp=2 ep=2",
     ),
@@ -259,5 +293,5 @@ MOVED = (
         model="MOVING",
     ),
 )
-MOE_MUTANTS = {p.mutant.name: p for p in (*AUXILIARY, *ROUTER, *EXPERT, *TRAVEL)}
+MOE_MUTANTS = {p.mutant.name: p for p in (*AUXILIARY, *WHOLE_BATCH, *ROUTER, *EXPERT, *TRAVEL)}
 BIAS_MUTANTS = {p.mutant.name: p for p in MOVED}

@@ -4,9 +4,10 @@ The output and its log-sum-exp are kept for backward, which computes the probabi
 al. 2022). Device, dtype, mask and form decide which kernel does it:
 
 - `cpu`: torch's flash kernel, over blocks of queries where there is a mask that the kernel lacks;
-- `cuda`, half precision, queries and keys in plain order, no soft cap: cuDNN's or torch's flash kernel, with
-  documents the latter's variable-length form, with a window the latter's window; causal queries of a few runs of a
-  sequence (as ranks hold them), whose positions lie on the CPU, run by run;
+- `cuda`, half precision, queries and keys in plain order: flash-attn-4's kernel where it is installed, which has a
+  soft cap too; else without one cuDNN's or torch's flash kernel, with documents the latter's variable-length form, with
+  a window the latter's window; causal queries of a few runs of a sequence (as ranks hold them), whose positions lie on
+  the CPU, run by run;
 - `blocks`, everything else: the same mathematics in plain torch operations, over blocks of queries.
 
 `mask` says what is seen, `sinks` folds learned sinks in behind any of them, `function` makes it one operation of torch.
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function
+from fmegatron.kernels import flash4
 from fmegatron.primitives.attention.function import Attention
 from fmegatron.primitives.attention.mask import cu_seqlens_of, segments_of
 
@@ -44,6 +46,7 @@ def attention(
     scale: float | None = None,
     sh: Any = None,
     name: str = "attention",
+    kernel: str = "auto",
 ) -> Tensor:
     """softmax(q kᵀ · scale, masked) v: q[batch seq kv group head], k and v[batch kvseq kv head] -> [batch seq kv
     group head].
@@ -69,6 +72,8 @@ def attention(
         starts, then their number (repeated at will). A document that crosses into the next row is cut there.
     scale: default 1 / sqrt(head).
     name: under which a `remat` policy can save its outputs.
+    kernel: "torch" (or "triton", which has no attention): torch's kernels and operations; "flash4": flash-attn-4's in
+        half precision on Hopper, for queries in plain order, else torch's; "auto": where it is installed and the fastest.
 
     A query that sees no key gives zeros. Under `sh` the heads are local, sinks like them, and keys and values are on
     one rank or gathered; the gradient of sinks is a summand of each rank of "batch seq" (a parameter's `over`). Raises
@@ -76,6 +81,7 @@ def attention(
     """
     _check(q, k, v, segments, kv_segments, positions, kv_positions, cu_seqlens)
     _check_form(q, window, softcap, sinks)
+    flash4.check(kernel, q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is not None and segments is None:
         segments = segments_of(cu_seqlens, q.shape[0], q.shape[1])
@@ -86,7 +92,7 @@ def attention(
     kv_segments = None if kv_segments is segments else kv_segments
     v = v.view_as(v) if v is k else v
     masks = [positions, kv_positions, segments, kv_segments, cu_seqlens]
-    form = causal, window, scale, softcap
+    form = causal, window, scale, softcap, kernel
 
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         tape = None if sh is None else sh.tape

@@ -18,7 +18,7 @@ from fmegatron.primitives.attention.sinks import sinks_gradient, with_sinks
 
 
 class Attention(Function):
-    """(q, k, v, masks…, sinks, saved o, saved lse, causal, window, scale, softcap) -> (o, lse).
+    """(q, k, v, masks…, sinks, saved o, saved lse, causal, window, scale, softcap, kernel) -> (o, lse).
 
     masks: positions, kv_positions, segments, kv_segments, cu_seqlens. sinks: [kv group] or, where they are mapped,
     [batch kv group]. With saved outputs only the graph is made.
@@ -26,15 +26,15 @@ class Attention(Function):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        *tensors, o, lse, causal, window, scale, softcap = rest
+        *tensors, o, lse, causal, window, scale, softcap, kernel = rest
         if o is not None:
             return o.view_as(o), lse.view_as(lse)
-        return _attention(q, k, v, *tensors, causal, window, scale, softcap)
+        return _attention(q, k, v, *tensors, causal, window, scale, softcap, kernel)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, _, _, causal, window, scale, softcap = inputs
-        ctx.form = causal, window, scale, softcap
+        *tensors, _, _, causal, window, scale, softcap, kernel = inputs
+        ctx.form = causal, window, scale, softcap, kernel
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
 
@@ -42,7 +42,7 @@ class Attention(Function):
     def backward(ctx: Any, go: Tensor | None, glse: Tensor | None) -> Any:
         *tensors, sinks, o, lse = ctx.saved_tensors
         if go is None and glse is None:
-            return (None,) * 15
+            return (None,) * 16
         go = torch.zeros_like(o) if go is None else go
         if torch.compiler.is_compiling() and not graph_wanted():
             # Compiled code gives zeros for a gradient that there is not. Nobody outside gets lse, so that only the
@@ -54,7 +54,7 @@ class Attention(Function):
         else:
             grads = _attention_backward(*args)
         g_sinks = None if sinks is None else sinks_gradient(sinks, o, lse, go, glse)
-        return *grads, *[None] * 5, g_sinks, *[None] * 6
+        return *grads, *[None] * 5, g_sinks, *[None] * 7
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -65,7 +65,7 @@ class Attention(Function):
 
 
 class AttentionBackward(Function):
-    """(q, k, v, masks…, o, lse, go, glse, causal, window, scale, softcap) -> (gq, gk, gv), whose own backward is in
+    """(q, k, v, masks…, o, lse, go, glse, causal, window, scale, softcap, kernel) -> (gq, gk, gv), whose own backward is in
     plain operations."""
 
     @staticmethod
@@ -74,7 +74,7 @@ class AttentionBackward(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, causal, window, scale, softcap = inputs
+        *tensors, causal, window, scale, softcap, _ = inputs
         ctx.form = causal, window, scale, softcap
         ctx.save_for_backward(*tensors)
 
@@ -85,7 +85,7 @@ class AttentionBackward(Function):
         mask = Mask(q.shape[1], k.shape[1], causal, window, *masks[:4])
         grads = blocks.second_order(q, k, v, mask, scale, softcap, o, lse, go, glse, *cotangents)
         gq, gk, gv, g_o, g_lse, g_go, g_glse = grads
-        return gq, gk, gv, *[None] * 5, g_o, g_lse, g_go, None if glse is None else g_glse, *[None] * 4
+        return gq, gk, gv, *[None] * 5, g_o, g_lse, g_go, None if glse is None else g_glse, *[None] * 5
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -146,12 +146,13 @@ def _attention(
     window: int | None,
     scale: float,
     softcap: float | None,
+    by: str = "auto",  # the kernel (inductor has an argument of that name itself)
 ) -> tuple[Tensor, Tensor]:
     mask = _mask(q, k, causal, window, positions, kv_positions, segments, kv_segments)
     if softcap is None and q.device.type == "cpu":
         o, lse = cpu.forward(q, k, v, mask, scale)
-    elif softcap is None and (calls := cuda.calls(q, mask)) is not None:
-        o, lse = cuda.forward(q, k, v, calls, cu_seqlens, scale)
+    elif (calls := cuda.calls(q, mask, form := cuda.Form(scale, softcap, by))) is not None:
+        o, lse = cuda.forward(q, k, v, calls, cu_seqlens, form)
     else:
         o, lse = blocks.forward(q, k, v, mask, scale, softcap)
     return (o, lse) if sinks is None else with_sinks(o, lse, sinks)
@@ -180,13 +181,14 @@ def _attention_backward(
     window: int | None,
     scale: float,
     softcap: float | None,
+    by: str = "auto",  # the kernel (inductor has an argument of that name itself)
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = _mask(q, k, causal, window, positions, kv_positions, segments, kv_segments)
-    if glse is None and softcap is None:
-        if q.device.type == "cpu":
+    if glse is None:
+        if softcap is None and q.device.type == "cpu":
             return cpu.backward(q, k, v, mask, scale, o, lse, go)
-        if (calls := cuda.calls(q, mask)) is not None:
-            return cuda.backward(q, k, v, calls, cu_seqlens, scale, o, lse, go)
+        if (calls := cuda.calls(q, mask, form := cuda.Form(scale, softcap, by))) is not None:
+            return cuda.backward(q, k, v, calls, cu_seqlens, form, o, lse, go)
     return blocks.backward(q, k, v, mask, scale, softcap, o, lse, go, glse)
 
 

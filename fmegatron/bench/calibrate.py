@@ -1,0 +1,244 @@
+"""Measures this machine for `fmegatron plan`: kernels alone, never steps of a model.
+
+    machine = calibrate(torch.device("cuda"))          # half a minute on a GPU
+    save(machine, "my-machine.toml")                   # fmegatron plan --gpu my-machine.toml
+
+Matrix products of some sizes in each dtype (from which the saturating form is fitted), attention forward and backward, copies and
+norms bound by memory, and an empty kernel. Collectives between several GPUs are not measured: their numbers are those of the table,
+where it knows the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fmegatron.plan.hardware import GB, GIB, TABLE, Hardware, Reach, hardware
+from fmegatron.plan.tracing import Product
+from fmegatron.primitives import attention, rms_norm
+
+# (m, n, k) of products like those of models: forward, by input, by weight; wide and narrow
+SHAPES = (
+    (16384, 2048, 2048),
+    (16384, 8192, 2048),
+    (16384, 2048, 8192),
+    (2048, 8192, 16384),
+    (8192, 3072, 3072),
+    (8192, 1024, 4096),
+    (16384, 768, 768),
+    (768, 3072, 16384),
+    (4096, 4096, 4096),
+    (8192, 32768, 2048),
+    (1024, 4096, 1024),
+)
+SMALL = ((512, 256, 256), (256, 512, 128), (512, 64, 256), (128, 256, 512))
+
+
+def calibrate(device: torch.device, *, small: bool | None = None) -> Hardware:
+    """What this device reaches. small: tiny sizes; None: on a CPU."""
+    small = device.type != "cuda" if small is None else small
+    timer = _Timer(device)
+    timer.warm()
+    base = _known(device)
+    launch = timer.launch()
+    bandwidth = timer.copies(small)
+    streamed = timer.norms(small) / bandwidth
+    dtypes = ["bf16", "fp8"] if device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9) else ["bf16"]
+    dtypes += ["fp32"] if device.type != "cuda" else []
+    reach, peaks = {}, dict(base.peaks)
+    for dtype in dtypes:
+        found = [(shape, timer.product(shape, dtype)) for shape in (SMALL if small else SHAPES)]
+        if device.type != "cuda":
+            peaks[dtype] = max(2.0 * math.prod(s) / t for s, t in found)
+        machine = dataclasses.replace(
+            base, peaks=peaks, bandwidth=bandwidth, streamed=min(1.0, streamed), launch=launch
+        )
+        reach[dtype] = fitted(found, dtype, machine)
+    (forward, half), (backward, _) = (timer.attention(small, backward=b) for b in (False, True))
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else base.memory
+    return dataclasses.replace(
+        base,
+        name=_name(device),
+        peaks=peaks,
+        reach={**base.reach, **reach},
+        bandwidth=bandwidth,
+        streamed=min(1.0, streamed),
+        launch=launch,
+        attention=forward,
+        attention_backward=backward,
+        attention_half=half,
+        memory=float(memory),
+        source=f"measured here by kernels alone ({_name(device)}, torch {torch.__version__}); links between GPUs as in the table",
+    )
+
+
+def fitted(found: Sequence[tuple[tuple[int, int, int], float]], dtype: str, machine: Hardware) -> Reach:
+    """The saturating form that is nearest to measured seconds, in the logarithm, by looking about on a grid ever finer."""
+
+    def error(reach: Reach) -> float:
+        tried = dataclasses.replace(machine, reach={dtype: reach})
+        return sum(math.log(tried.product(Product(*s, 1, dtype)) / t) ** 2 for s, t in found)
+
+    steps = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0)
+
+    def descended(best: Reach) -> Reach:
+        least = error(best)
+        for _ in range(60):
+            before = best
+            for name, step in itertools.product(("most", "by_m", "by_n", "by_k"), steps):
+                value = min(max(getattr(best, name) * step, 0.01), 1.0 if name == "most" else 4096.0)
+                tried = dataclasses.replace(best, **{name: value})
+                if (now := error(tried)) < least - 1e-9:
+                    best, least = tried, now
+            if best == before:
+                break
+        return best
+
+    starts = itertools.product((0.7, 0.95), ((64.0, 64.0, 128.0), (300.0, 20.0, 300.0), (20.0, 300.0, 300.0)))
+    return min((descended(Reach(most, *by)) for most, by in starts), key=error)
+
+
+class _Timer:
+    """Seconds of calls on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.gpu = device.type == "cuda"
+
+    def warm(self) -> None:
+        """Runs products until the clocks are those of steady work, below those of a GPU that was idle."""
+        x = torch.randn(8192 if self.gpu else 64, 8192 if self.gpu else 64, device=self.device).bfloat16()
+        until = time.perf_counter() + (2.0 if self.gpu else 0.0)
+        while time.perf_counter() < until:
+            for _ in range(20):
+                x @ x
+            self.wait()
+
+    def seconds(self, call: Callable[[], Any], rounds: int = 7, times: int = 3) -> float:
+        """The median of some rounds, of so many calls each."""
+        call()
+        found = []
+        for _ in range(rounds if self.gpu else 3):
+            self.wait()
+            start = time.perf_counter()
+            for _ in range(times):
+                call()
+            self.wait()
+            found.append((time.perf_counter() - start) / times)
+        return statistics.median(found)
+
+    def wait(self) -> None:
+        if self.gpu:
+            torch.cuda.synchronize(self.device)
+
+    def launch(self) -> float:
+        """Of a kernel that does nothing much, among others in a recorded graph."""
+        x = torch.zeros(256, device=self.device)
+        if not self.gpu:
+            return self.seconds(lambda: x.add_(1), times=200)
+        graph = torch.cuda.CUDAGraph()
+        x.add_(1)
+        with torch.cuda.graph(graph):
+            for _ in range(200):
+                x.add_(1)
+        return self.seconds(graph.replay) / 200
+
+    def copies(self, small: bool) -> float:
+        """Bytes/s of a large copy, read and written."""
+        n = 1 << 22 if small else 1 << 29
+        x, y = (torch.empty(n, dtype=torch.uint8, device=self.device) for _ in range(2))
+        return 2 * n / self.seconds(lambda: y.copy_(x))
+
+    def norms(self, small: bool) -> float:
+        """Bytes/s of an RMS norm."""
+        shape = (256, 256) if small else (16384, 4096)
+        x = torch.randn(shape, device=self.device, dtype=torch.bfloat16)
+        w = torch.ones(shape[-1], device=self.device, dtype=torch.bfloat16)
+        with torch.no_grad():
+            return 2 * x.numel() * 2 / self.seconds(lambda: rms_norm(x, w))
+
+    def product(self, shape: tuple[int, int, int], dtype: str) -> float:
+        """Of a matrix product."""
+        m, n, k = shape
+        if dtype == "fp8":
+            a, b = (
+                torch.randn(s, device=self.device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+                for s in ((m, k), (n, k))
+            )
+            one = torch.ones((), device=self.device)
+            return self.seconds(lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16))
+        half = torch.bfloat16 if dtype == "bf16" else torch.float32
+        x, y = (torch.randn(s, device=self.device, dtype=half) for s in ((m, k), (k, n)))
+        return self.seconds(lambda: x @ y)
+
+    def attention(self, small: bool, *, backward: bool) -> tuple[float, float]:
+        """(FLOP/s over long sequences, queries at which half of it is reached) of causal attention with heads of 128."""
+        found = []
+        for rows, length, heads in (
+            ((2, 128, 2), (1, 256, 2)) if small else ((16, 1024, 16), (4, 4096, 16), (2, 8192, 16))
+        ):
+            shape = (rows, length, heads, 1, 128)
+            q = torch.randn(shape, device=self.device, dtype=torch.bfloat16, requires_grad=backward)
+            k, v = (
+                torch.randn(
+                    (rows, length, heads, 128), device=self.device, dtype=torch.bfloat16, requires_grad=backward
+                )
+                for _ in range(2)
+            )
+            flops = 4.0 * rows * heads * length * length / 2 * 128
+            if backward:
+                o, g = attention(q, k, v), torch.randn(shape, device=self.device, dtype=torch.bfloat16)
+                t = self.seconds(lambda: torch.autograd.grad(o, (q, k, v), g, retain_graph=True))  # noqa: B023
+                flops *= 2.5
+            else:
+                with torch.no_grad():
+                    t = self.seconds(lambda: attention(q, k, v))  # noqa: B023
+            found.append((length, flops / t))
+        return _saturating(found)
+
+
+def _saturating(found: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """(most, half) of rate = most · x / (x + half), a line in 1 / rate over 1 / x."""
+    points = [(1 / x, 1 / rate) for x, rate in found]
+    mean = [sum(p[i] for p in points) / len(points) for i in (0, 1)]
+    spread = sum((x - mean[0]) ** 2 for x, _ in points)
+    slope = sum((x - mean[0]) * (y - mean[1]) for x, y in points) / spread
+    first = max(mean[1] - slope * mean[0], 0.2 * mean[1])
+    return 1 / first, max(0.0, slope / first)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _known(device: torch.device) -> Hardware:
+    """What the table says of this device, for what is not measured."""
+    name = _name(device).lower()
+    for part in ("gb200", "b200", "h200", "h100-pcie", "h100", "a100", "l40s"):
+        if all(word in name for word in part.split("-")):
+            return hardware(part)
+    if device.type == "cuda":
+        return TABLE["h100-sxm"]
+    return Hardware("cpu", {"bf16": 1e11, "fp32": 1e11}, 1e10, 16 * GIB, intra=5 * GB, inter=1 * GB, reserved=1 * GIB)
+
+
+def report(machine: Hardware) -> str:
+    """What was measured, in a few lines."""
+    lines = [
+        f"{machine.name}: {machine.bandwidth / 1e9:.0f} GB/s ({100 * machine.streamed:.0f} % by norms), {machine.launch * 1e6:.1f} µs a kernel"
+    ]
+    for dtype, reach in machine.reach.items():
+        at = 100 * reach.of(8192, 8192, 8192)
+        lines.append(f"  {dtype}: {at:.0f} % of {machine.peak(dtype) / 1e12:.0f} TFLOP/s at 8192³ ({reach})")
+    lines.append(
+        f"  attention: {machine.attention / 1e12:.0f} TFLOP/s forward, {machine.attention_backward / 1e12:.0f} backward, half at "
+        f"{machine.attention_half:.0f} queries"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,254 @@
+"""How long a step takes, by part.
+
+    times(model, setting, cluster)
+
+A rank's work in a microbatch is that of its traces on this hardware. Collectives of activations stand in the way of what needs
+them; those of parameters and gradients run beside a layer's products, and only what is longer than these counts. Messages and
+waiting of a pipeline are those of its schedule, simulated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fmegatron.axes import PIPELINE
+from fmegatron.mesh import Mesh
+from fmegatron.parallel.schedule_simulation import Costs, simulate
+from fmegatron.parallel.schedules import Schedule, make_schedule
+from fmegatron.parallel.stages import Stage
+from fmegatron.plan.hardware import Hardware
+from fmegatron.plan.memory import at_rest, held_by, of_stages
+from fmegatron.plan.rank import Model, Setting, size, virtual_of
+from fmegatron.plan.tracing import Work
+from fmegatron.recording import Collective
+from fmegatron.sharding import Sharding
+from fmegatron.tree import leaves
+
+BESIDE = 0.85  # of the time of products that collectives can run beside
+SIMULATED = 2  # rounds of a pipeline that are simulated; what is behind them is as long as its busiest rank
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines: so many GPUs of some hardware, in nodes of its size."""
+
+    hardware: Hardware
+    gpus: int
+
+
+@dataclass
+class Spent:
+    """Seconds by part. exposed: of collectives that nothing runs beside, by axes."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory_bound: float = 0.0
+    optimizer: float = 0.0
+    bubble: float = 0.0
+    exposed: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> float:
+        return (
+            self.products
+            + self.attention
+            + self.memory_bound
+            + self.optimizer
+            + self.bubble
+            + sum(self.exposed.values())
+        )
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """{part: seconds}, the longest part of which comes first among collectives."""
+        found = {"products": self.products, "attention": self.attention, "memory-bound": self.memory_bound}
+        found |= {f"exposed {n}": t for n, t in sorted(self.exposed.items(), key=lambda x: (-x[1], x[0])) if t > 0}
+        return found | {"bubble": self.bubble, "optimizer": self.optimizer}
+
+    def add(self, other: Spent, times: float = 1.0) -> None:
+        self.products += times * other.products
+        self.attention += times * other.attention
+        self.memory_bound += times * other.memory_bound
+        for n, t in other.exposed.items():
+            self.exposed[n] += times * t
+
+
+def times(model: Model, setting: Setting, cluster: Cluster, *, simulated: bool = True) -> Spent:
+    """The time of a step. simulated: waiting of a pipeline by simulation; else by the closed form of equal stages."""
+    layout, sh = setting.layout, model.sharding(setting)
+    ranks, micro = size(layout, PIPELINE), layout.micro
+    work = _Work(model, setting, cluster, sh)
+    stages = model.stages(layout)
+    forward, backward = ([work.stage(s, d) for s in stages] for d in ("forward", "backward"))
+    per_rank = []
+    for r in range(ranks):
+        mine = Spent()
+        for s in held_by(model, setting, r):
+            n = stages.index(s)
+            mine.add(forward[n])
+            mine.add(backward[n])
+        per_rank.append(mine)
+    slowest = max(range(ranks), key=lambda r: per_rank[r].total)
+    found = Spent()
+    found.add(per_rank[slowest], micro)
+    message = 0.0
+    if ranks > 1:
+        far = cluster.gpus // ranks >= cluster.hardware.node or ranks * sh_world(sh) > cluster.hardware.node
+        message = cluster.hardware.message(model.trace(setting, "embed", setting.microbatch).out, far=far)
+    found.bubble = bubble(setting, [s.total for s in forward], [s.total for s in backward], message, simulated)
+    found.exposed["dp"] += work.reduction(held_by(model, setting, slowest), backward, stages)
+    found.optimizer = work.optimizer(held_by(model, setting, slowest))
+    return found
+
+
+def sh_world(sh: Sharding) -> int:
+    return 1 if sh.mesh is None else sh.mesh.world
+
+
+class _Work:
+    """Times of the parts of one setting."""
+
+    def __init__(self, model: Model, setting: Setting, cluster: Cluster, sh: Sharding) -> None:
+        self.model, self.setting, self.sh = model, setting, sh
+        self.hardware = cluster.hardware
+        self.near = functools.cache(functools.partial(ranks_of_a_node, sh.mesh, self.hardware.node))
+        self.layers: dict[tuple[int, str], Spent] = {}
+
+    def stage(self, stage: Stage, direction: str) -> Spent:
+        """One microbatch's forward or backward of a stage."""
+        found = Spent()
+        for kind, n in Counter(self.model.kinds[i] for i in stage.layers).items():
+            found.add(self.layer(kind, direction), n)
+        ends = (("embed", stage.embedding), ("head", stage.head))
+        for part in (name for name, there in ends if there):
+            found.add(self.of(getattr(self.model.trace(self.setting, part, self.setting.microbatch), direction)))
+        return found
+
+    def layer(self, kind: int, direction: str) -> Spent:
+        """A layer, with its parameters' collectives beside it."""
+        if (kind, direction) not in self.layers:
+            trace = self.model.trace(self.setting, kind, self.setting.microbatch)
+            found = self.of(getattr(trace, direction))
+            beside = self.collectives(self.params(kind, "enter"))
+            if direction == "backward":
+                beside += self.collectives(self.params(kind, "leave"))
+                if self.setting.layout.zero == 2:
+                    beside += self.collectives(self.params(kind, "settle"))
+                found.memory_bound += self.accumulation(kind)
+            room = BESIDE * (found.products + found.attention + found.memory_bound)
+            if beside > room:
+                found.exposed["dp"] += beside - room
+            self.layers[kind, direction] = found
+        return self.layers[kind, direction]
+
+    def params(self, kind: int, what: str) -> Counter[Collective]:
+        return self.model.moves(self.sh, ("layer", kind), leaves(self.model.spec["layers"][kind]), what)
+
+    def accumulation(self, kind: int) -> float:
+        """Adding a layer's gradients to those of the microbatches before."""
+        held = at_rest(self.sh, leaves(self.model.spec["layers"][kind])).params
+        wide = self.sh.precision.reduce_dtype.itemsize
+        size = self.sh.precision.params.itemsize
+        several = self.setting.layout.micro > 1
+        return self.hardware.stream(held * (size + wide * (2 if several else 1)), 1) if several or wide != size else 0.0
+
+    def of(self, work: Work) -> Spent:
+        """What computes, and the collectives that it waits for."""
+        h = self.hardware
+        found = Spent(
+            products=sum(h.product(p) * n for p, n in work.products.items()),
+            attention=sum(h.attend(a) * n for a, n in work.attention.items()),
+        )
+        others = (
+            work.kernels - sum(work.products.values()) - sum(work.attention.values()) - sum(work.collectives.values())
+        )
+        found.memory_bound = h.stream(work.bytes, max(0, others))
+        ring = 0.0
+        for c, n in work.collectives.items():
+            t = h.collective(c, self.near(c.axes)) * n
+            if c.kind == "exchange":
+                ring += t
+            else:
+                found.exposed[label(c)] += t
+        if ring > BESIDE * found.attention:  # keys and values travel beside attention
+            found.exposed["cp"] += ring - BESIDE * found.attention
+        return found
+
+    def collectives(self, some: Counter[Collective]) -> float:
+        return sum(self.hardware.collective(c, self.near(c.axes)) * n for c, n in some.items())
+
+    def reduction(self, held: list[Stage], backward: list[Spent], stages: tuple[Stage, ...]) -> float:
+        """What the last microbatch's reduction of gradients, and the gather of new parameters, add."""
+        settle = back = tail = 0.0
+        for kind, n in Counter(self.model.kinds[i] for s in held for i in s.layers).items():
+            if self.setting.layout.zero != 2:
+                one = self.collectives(self.params(kind, "settle"))
+                settle, tail = settle + n * one, max(tail, one)
+            back += n * self.collectives(self.params(kind, "return"))
+        for s in held:
+            some = self.model.entries(s)
+            key = ("ends", s.embedding, s.head)
+            settle += self.collectives(self.model.moves(self.sh, key, some, "settle"))
+            back += self.collectives(self.model.moves(self.sh, key, some, "return"))
+        room = BESIDE * sum(backward[stages.index(s)].total for s in held)
+        return max(0.0, settle - room) + tail + back
+
+    def optimizer(self, held: list[Stage]) -> float:
+        """Norms, clipping and AdamW in one pass."""
+        s = self.setting
+        rest = of_stages(self.model, self.sh, held)
+        size, wide = s.precision.params.itemsize, self.sh.precision.reduce_dtype.itemsize
+        master = 0 if s.master in (None, s.precision.params) else 2 * s.master.itemsize
+        each = (
+            wide + 4 * s.moments.itemsize + (master or size) + size + wide + size
+        )  # and the norms of gradients and parameters
+        return self.hardware.stream(rest.state * each, 12)
+
+
+def label(c: Collective) -> str:
+    """What a collective of activations is counted as."""
+    kinds = sorted({a.split("_")[0].rstrip("0123456789") for a in c.axes})
+    if c.kind == "all-to-all" and kinds != ["cp"]:
+        return "ep"
+    return "+".join(kinds)
+
+
+def ranks_of_a_node(mesh: Mesh | None, node: int, axes: tuple[str, ...]) -> int:
+    """How many ranks of a group over some axes are on one node, nodes being so many adjacent ranks."""
+    if mesh is None:
+        return 1
+    found, stride = 1, 1
+    for axis, n in reversed(list(mesh.sizes.items())):
+        if axis in axes:
+            found *= max(1, min(n, node // stride))
+        stride *= n
+    return found
+
+
+def bubble(
+    setting: Setting, forward: Iterable[float], backward: Iterable[float], message: float, simulated: bool = True
+) -> float:
+    """How much longer a step takes than its busiest rank computes."""
+    layout, forward, backward = setting.layout, list(forward), list(backward)
+    p, m, v = size(layout, PIPELINE), layout.micro, virtual_of(layout)
+    if p == 1:
+        return 0.0
+    if not simulated:
+        each = (sum(forward) + sum(backward)) / p
+        rest = {"zbh1": 0.4, "zbv": 0.1, "dualpipev": 0.15}.get(layout.schedule, 1.0 / v)
+        return (p - 1) * (each * rest + 2 * v * message)
+    few = min(m, p * (SIMULATED + 1) if layout.schedule not in ("gpipe", "bfs") else m)
+    if m > few:
+        few -= (few - m) % p  # as many are left over in the last group
+    table = _schedule(layout.schedule, p, few, v)
+    half = [b / 2 for b in backward]
+    timeline = simulate(table, Costs(forward=forward, backward_input=half, backward_weight=half, communication=message))
+    return timeline.makespan - max(timeline.busy)
+
+
+@functools.lru_cache(maxsize=256)
+def _schedule(name: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
+    return make_schedule(name, ranks, microbatches, virtual=virtual if name in ("interleaved", "bfs") else None)

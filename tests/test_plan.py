@@ -1,0 +1,340 @@
+"""The planner against closed forms, against bytes and collectives of programs that run, and its search."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from fmegatron import optim, tree
+from fmegatron.cli import main
+from fmegatron.context import Ctx
+from fmegatron.errors import UserError
+from fmegatron.fp8 import Fp8
+from fmegatron.models import PRESETS, Decoder, DecoderConfig, MoE
+from fmegatron.parallel.routing import Routing
+from fmegatron.plan import Cluster, Model, Reach, Setting, estimate, hardware, memory, plan, times
+from fmegatron.plan.communication import collectives, entries
+from fmegatron.plan.hardware import load, save
+from fmegatron.plan.memory import in_flight
+from fmegatron.plan.timing import ranks_of_a_node
+from fmegatron.plan.tracing import Attention, Product
+from fmegatron.precision import Precision
+from fmegatron.random import key
+from fmegatron.recording import Collective
+from fmegatron.spec import count, init, local_bytes
+from fmegatron.testing.compiled import one_rank_of
+from fmegatron.testing.layout import Layout
+from fmegatron.testing.ledger import ledger
+from fmegatron.testing.program import Program
+from fmegatron.tree import leaves
+from fmegatron.zero import with_sharded_state
+
+BF16 = Precision(params=torch.bfloat16)
+CONFIG = DecoderConfig(vocab=96, embed=32, layers=3, heads=8, kv_heads=4, mlp=48)
+B, S = 2, 64
+L, D, F, Q, KV, V = 3, 32, 48, 32, 16, 96
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def setting(line, *, rows=8, seq=S, precision=BF16, **options):
+    return Setting(Layout.parse(line), rows, seq, precision, **options)
+
+
+# ------------------------------------------------------------------------------------------------------------- tracing
+
+
+@pytest.mark.parametrize(("remat", "per_token"), [("everything", None), ("nothing", 2 * D), ("attention", None)])
+def test_what_a_layer_keeps_is_the_closed_form(remat, per_token):
+    """As tests/test_saved_bytes.py has it, in bf16; statistics in fp32."""
+    stream, attention = 2 * D, 2 * Q + 4 * 8
+    if remat == "everything":
+        per_token = 2 * stream + 2 * (2 * D + 4) + 2 * (Q + 2 * KV) + attention + 3 * 2 * F
+    elif remat == "attention":
+        per_token = stream + attention
+    trace = Model(Decoder(CONFIG)).trace(setting(f"dp=1 remat={remat}"), 1, B)
+    assert trace.saved == per_token * B * S
+    assert trace.out == stream * B * S
+
+
+def test_floating_point_operations_are_those_of_the_formula():
+    model = Model(Decoder(CONFIG, keep_probabilities=True))
+    s = setting("dp=1")
+    layer, head = model.trace(s, 0, B), model.trace(s, "head", B)
+    products = [sum(p.flops * n for w in (t.forward, t.backward) for p, n in w.products.items()) for t in (layer, head)]
+    matrices = D * Q + 2 * D * KV + Q * D + 3 * D * F
+    assert products == [6.0 * matrices * B * S, 6.0 * D * V * B * S]
+    (forward,), (backward,) = layer.forward.attention, layer.backward.attention
+    assert forward.flops == 4 * B * S * S / 2 * Q and backward.flops == 2.5 * forward.flops
+    by_formula = Decoder(CONFIG).flops_per_token(S) * B * S
+    assert L * products[0] + products[1] + 3 * L * forward.flops == by_formula
+
+
+def test_a_second_run_of_the_forward():
+    model = Model(Decoder(CONFIG))
+    whole, less = (model.trace(setting(f"dp=1 remat={r}"), 0, 1) for r in ("everything", "nothing"))
+    assert less.backward.flops == whole.backward.flops + whole.forward.flops
+    assert less.backward.working >= whole.backward.working
+    some = model.trace(setting("dp=1 remat=attention+q+k+v+o+gate+up+down"), 0, 1)
+    assert some.backward.flops == whole.backward.flops
+
+
+@pytest.mark.parametrize("line", ["dp=1", "tp=2 sp", "cp=2 context=ring"])
+def test_more_rows_are_in_proportion(line):
+    one, made = Model(Decoder(CONFIG)), Model(Decoder(CONFIG))
+    s = setting(line)
+    scaled = one.trace(s, 0, 3)
+    traced = made._traced(s, s.layout, 0, 3, False)
+    for a, b in ((scaled.forward, traced.forward), (scaled.backward, traced.backward)):
+        assert (a.products, a.attention, a.collectives) == (b.products, b.attention, b.collectives)
+        assert a.bytes == pytest.approx(b.bytes, rel=0.02)
+    assert scaled.saved == traced.saved
+
+
+def test_products_in_fp8_are_seen():
+    model = Model(Decoder(CONFIG))
+    fp8 = Precision(params=torch.bfloat16, fp8=Fp8("tensorwise"))
+    trace = model.trace(setting("dp=1", precision=fp8), 0, B)
+    assert {p.dtype for p in trace.forward.products} == {"fp8"}
+    assert sum(p.weight * n for p, n in trace.backward.products.items()) == 7
+    assert trace.forward.flops == model.trace(setting("dp=1"), 0, B).forward.flops
+
+
+def test_experts_have_an_even_load():
+    config = dataclasses.replace(CONFIG, moe=MoE(Routing(experts=8, top_k=2), 16))
+    trace = Model(Decoder(config)).trace(setting("dp=4 ep=4"), 0, 2)
+    grouped = [p for p in trace.forward.products if p.batch > 1]
+    assert {(p.batch, p.m) for p in grouped} == {(2, 2 * S * 2 // 2)}  # 2 experts of a rank, of 4 ranks' choices
+    rows = [c for c in trace.forward.collectives if c.kind == "all-to-all" and c.elements == 2 * S * 2 * D]
+    assert len(rows) == 1 and rows[0].axes == ("dp",)
+
+
+# ------------------------------------------------------------------------------------------------------- communication
+
+LAYOUTS = (
+    "dp=4",
+    "tp=4",
+    "dp=2,tp=2 sp zero=1 micro=2",
+    "dp=4 zero=3 remat=nothing",
+    "dp=2,cp=2 zero=2 micro=2",
+    "cp=2,tp=2 sp context=ulysses",
+    "fsdp=2,dp=2 zero=3 store=fsdp",
+    "dp=2,tp=2 zero=1 remat=attention micro=3",
+)
+
+
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_bytes_are_those_of_the_ledger(line):
+    layout = Layout.parse(f"{line} seq=16")
+    layout = dataclasses.replace(layout, rows=2 * layout.data * layout.micro)
+    s = Setting(layout, *layout.batch, Precision())
+    mine = {(e.kind, e.axes): (e.bytes, e.sent) for e in entries(Model(Decoder(CONFIG)), s)}
+    assert mine == _by_kind(ledger(Decoder(CONFIG), layout).entries)
+
+
+def _by_kind(found):
+    return {(e.kind, e.axes): (e.bytes, e.sent) for e in found}
+
+
+def test_stages_are_not_counted_as_one_step():
+    with pytest.raises(UserError, match="leave pp out"):
+        collectives(Model(Decoder(CONFIG)), setting("pp=2,dp=2"))
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("line", ["dp=4 zero=1", "dp=2,tp=2 sp zero=3", "dp=4", "dp=2,tp=2 zero=2"])
+def test_what_rests_is_what_a_rank_holds(line):
+    """Of rank 0 of ranks that are not there: its tensors are real."""
+    layout = Layout.parse(f"{line} micro=2")
+    s = Setting(layout, 8, S, BF16, moments=torch.bfloat16, master=torch.float32)
+    found = memory(Model(Decoder(CONFIG)), s)
+    program = Program(Decoder(CONFIG))
+    with one_rank_of(4):
+        sh = program.sharding(layout, BF16)
+        spec = program.spec()
+        params = init(spec, key(0), sh=sh)
+        made = optim.with_master(optim.adamw(1e-3, moments=torch.bfloat16), torch.float32)
+        state = with_sharded_state(made, spec, sh).init(params)
+        held = local_bytes(params)
+        floats = [t for t in leaves(state) if tree.is_float(t)]
+        narrow, wide = (local_bytes([t for t in floats if t.dtype == d]) for d in (torch.bfloat16, torch.float32))
+    assert found.parameters == pytest.approx(held, rel=0.01)
+    assert found.moments == pytest.approx(narrow, rel=0.01)
+    assert found.master == pytest.approx(wide, rel=0.01)
+
+
+def test_parts_of_one_rank():
+    n = count(Decoder(CONFIG).spec())
+    found = memory(Model(Decoder(CONFIG)), setting("dp=1 micro=2", rows=4, master=torch.float32))
+    assert (found.parameters, found.gradients, found.moments, found.master) == (2 * n, 4 * n, 8 * n, 4 * n)
+    assert found.total == sum(found.parts.values())
+    assert memory(Model(Decoder(CONFIG)), setting("dp=1 micro=2", rows=4)).master == 0
+
+
+def test_residuals_of_schedules():
+    from fmegatron.parallel.schedule_check import peaks
+    from fmegatron.parallel.schedules import make_schedule
+
+    for name, virtual, micro in (
+        ("1f1b", None, 8),
+        ("interleaved", 2, 8),
+        ("gpipe", None, 8),
+        ("zbv", None, 8),
+        ("zbh1", None, 8),
+    ):
+        words = f" virtual={virtual}" if virtual else ""
+        s = setting(f"pp=4 micro={micro} schedule={name}{words}")
+        table = make_schedule(name, 4, micro, virtual=virtual)
+        assert [in_flight(s, r) for r in range(4)] == [int(n) for n in peaks(table)], name
+
+
+# ---------------------------------------------------------------------------------------------------- time and hardware
+
+
+def test_times_of_kernels_grow_with_sizes():
+    h = hardware("h100")
+    products = [h.product(Product(m, 4096, 4096)) for m in (16, 512, 8192)]
+    assert products == sorted(products)
+    big = Product(16384, 8192, 8192)
+    assert 0.5 < big.flops / h.product(big) / h.peak("bf16") < 0.9
+    assert h.product(dataclasses.replace(big, dtype="fp8")) < h.product(big)
+    assert h.product(Product(1, 8192, 8192)) > 2 * 8192 * 8192 / h.bandwidth  # reads its matrix
+    assert h.attend(Attention(8192, 8192, 32, 128, 2**25)) < h.attend(Attention(8192, 8192, 32, 128, 2**25, True))
+
+
+def test_collectives_by_rings():
+    h = hardware("h100")
+    big = Collective("all-gather", ("tp",), 8, 1 << 27, torch.bfloat16)
+    near, far = h.collective(big, 8), h.collective(big, 1)
+    assert near == pytest.approx(big.sent / h.intra, rel=0.01) and far == pytest.approx(big.sent / h.inter, rel=0.01)
+    assert h.collective(dataclasses.replace(big, ranks=1), 1) == 0
+    sums = Collective("all-reduce", ("dp",), 64, 1 << 28, torch.float32)
+    assert h.collective(sums, 8) < h.collective(sums, 1)
+
+
+def test_ranks_of_a_node():
+    mesh = Program(Decoder(CONFIG)).mesh(Layout.parse("dp=8,cp=2,tp=2"), abstract=True)
+    assert [ranks_of_a_node(mesh, 8, axes) for axes in (("tp",), ("cp",), ("dp",), ("dp", "cp"))] == [2, 2, 2, 4]
+
+
+def test_a_step_is_the_sum_of_its_parts():
+    s = setting("pp=2,dp=2,tp=2 sp zero=1 micro=4", rows=16)
+    found = times(Model(Decoder(CONFIG)), s, Cluster(hardware("h100"), 8))
+    assert found.total == pytest.approx(sum(found.parts.values()))
+    assert found.bubble > 0 and found.exposed["tp"] > 0 and found.optimizer > 0
+
+
+def test_hardware_is_written_and_read(tmp_path):
+    h = dataclasses.replace(hardware("a100"), name='my "own"', reach={"bf16": Reach(0.5, 1.0, 2.0, 3.0)})
+    save(h, tmp_path / "own.toml")
+    again = load(tmp_path / "own.toml")
+    for f in dataclasses.fields(h):
+        assert (
+            getattr(again, f.name) == pytest.approx(getattr(h, f.name))
+            if isinstance(getattr(h, f.name), float)
+            else True
+        )
+    assert (again.name, dict(again.reach), again.node) == (h.name, h.reach, 8)
+
+
+def test_calibration_runs_here(tmp_path):
+    from fmegatron.bench.calibrate import calibrate, fitted
+
+    machine = calibrate(torch.device("cpu"))
+    save(machine, tmp_path / "cpu.toml")
+    assert hardware(str(tmp_path / "cpu.toml")).bandwidth > 0
+    # the form is found again from times that it gives
+    true = dataclasses.replace(hardware("h100"), reach={"bf16": Reach(0.8, 100.0, 50.0, 300.0)})
+    shapes = [(1024, 1024, 1024), (8192, 512, 2048), (512, 8192, 8192), (16384, 8192, 256), (4096, 4096, 16384)]
+    found = fitted([(s, true.product(Product(*s))) for s in shapes], "bf16", true)
+    for s in shapes:
+        assert found.of(*s) == pytest.approx(true.reach["bf16"].of(*s), rel=0.05)
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+
+
+def test_search_is_deterministic_and_sorted():
+    cluster = Cluster(hardware("h100"), 8)
+    model = Decoder(dataclasses.replace(CONFIG, embed=512, mlp=1024, head=None, layers=4))
+    runs = [plan(model, cluster, seq=S, rows=16, top=6) for _ in range(2)]
+    first, second = ([(str(e.setting.layout), e.seconds, e.memory) for e in r.estimates] for r in runs)
+    assert first == second and len(first) == 6
+    assert [s for _, s, _ in first] == sorted(s for _, s, _ in first)
+    for e in runs[0].estimates:
+        assert e.setting.layout.world == 8 and e.why_not is None
+        alone = estimate(model, e.setting, cluster)
+        assert (alone.seconds, alone.memory) == (e.seconds, e.memory)
+        assert Program(model).why_illegal(dataclasses.replace(e.setting.layout, rows=16, seq=S)) is None
+
+
+def test_what_does_not_fit_says_so():
+    small = Cluster(dataclasses.replace(hardware("h100"), memory=4e9, reserved=3.99e9), 2)
+    with pytest.raises(UserError, match=r"needs .* GiB on a GPU .*use more GPUs"):
+        plan(Decoder(dataclasses.replace(CONFIG, vocab=65536)), small, seq=S, rows=4)
+    found = estimate(Decoder(dataclasses.replace(CONFIG, vocab=65536)), setting("dp=2", rows=4), small)
+    assert found.why_not is not None and "GiB" in found.why_not
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--gpu h10", "did you mean h100"),
+        ("--gpus 0", "must be 1 or more"),
+        ("--batch-tokens many", "is no number of tokens"),
+        ("--batch-tokens 100 --seq 8192", "less than one sequence"),
+        ("--model tinny", "did you mean tiny"),
+        ("--model tiny --mesh dp=3 --batch 3 --seq 64", "change either"),
+        ("--model tiny --mesh tp=4,dp=2 --batch 4 --seq 64", "6 query heads"),
+        ("--gpu missing.toml", "cannot be read"),
+    ],
+)
+def test_bad_input_is_named(arguments, words, capsys):
+    assert main(["plan", *arguments.split()]) != 0
+    assert words in capsys.readouterr().err
+
+
+def test_command(capsys):
+    assert main("plan --model tiny --gpus 8 --seq 256 --batch 32 --top 3".split()) in (0, None)
+    text = capsys.readouterr().out
+    for words in (
+        "tokens/s/GPU",
+        "Not modelled",
+        "expected error",
+        "why the others lost",
+        "fmegatron train --model tiny --mesh",
+    ):
+        assert words in text
+    line = "plan --model tiny --gpus 4 --seq 256 --batch 32 --mesh pp=2,tp=2 --sp --microbatches 4 --json"
+    assert main(line.split()) in (0, None)
+    data = json.loads(capsys.readouterr().out)
+    (one,) = data["layouts"]
+    assert one["layout"] == "pp=2,tp=2 sp micro=4" and data["not_modelled"]
+    assert (
+        math.isclose(sum(one["time"].values()), one["seconds"]) and sum(one["memory"].values()) == one["memory_total"]
+    )
+
+
+def test_presets_of_the_published_sizes_are_there():
+    for name, billions in (
+        ("llama3-70b", 70.6),
+        ("llama3.1-405b", 405.9),
+        ("deepseek-v3", 671.0),
+        ("qwen3-30b-a3b", 30.5),
+    ):
+        assert sum(p.numel for p in leaves(Decoder(PRESETS[name]).spec())) == pytest.approx(billions * 1e9, rel=0.005)
+
+
+def test_a_recording_leaves_the_context_alone():
+    model = Model(Decoder(CONFIG))
+    model.trace(setting("tp=2 sp"), 0, 1)
+    from fmegatron.fp8 import dot
+
+    assert dot.native_for.__module__ == "fmegatron.fp8.dot" and Ctx().layer is None
