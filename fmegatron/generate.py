@@ -271,7 +271,7 @@ def over_stages(
     if world != ranks:
         raise UserError(f"--mesh {config.mesh} is of {ranks} processes, but there are {world}: start as many")
     sizes = model.config
-    stages = None if config.stages is None else parse_layout(config.stages, layers=sizes.layers)
+    stages = None if config.stages is None else parse_layout(config.stages, layers=sizes.layers, mtp=sizes.mtp)
     axes = config.mesh or ""
     text = axes if PIPELINE in parse_axes(axes, argument="--mesh") else f"{PIPELINE}=1,{axes}"
     mesh = make_mesh(text, device=device.type, kv_heads=sizes.kv_heads)

@@ -256,6 +256,7 @@ def stages_of(config: TrainConfig, sizes: DecoderConfig, count: int) -> tuple[St
             kv_heads=sizes.kv_heads,
             head=sizes.head,
             gated=sizes.activation in GATED,
+            mtp=sizes.mtp,
         )
         return by_cost(costs, count, head=head)
     if "=" in text:
@@ -263,7 +264,7 @@ def stages_of(config: TrainConfig, sizes: DecoderConfig, count: int) -> tuple[St
         if wrong := [name for name in found if name not in ("first", "last")]:
             raise UserError(f"--stages {text}: {wrong[0]} is neither first nor last: write first=2,last=1")
         return uneven(sizes.layers, count, **found)
-    return parse_layout(text, layers=sizes.layers)
+    return parse_layout(text, layers=sizes.layers, mtp=sizes.mtp)
 
 
 def make_precision(config: TrainConfig, device: torch.device) -> Precision:
@@ -433,6 +434,7 @@ def load_pretrained(config: TrainConfig, run: Run) -> Any:
         "sh": run.sh,
         "device": run.setup.device,
         "vocab": run.model.config.vocab,
+        "mtp": run.model.config.mtp,
         "seed": config.seed,
         "ignore_fields": ignored_fields(config),
         **{name: getattr(run.model.config, name) for name in FUSED},

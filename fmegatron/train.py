@@ -48,7 +48,7 @@ from fmegatron.generate import generate_tokens, most_tokens, prompt_ids
 from fmegatron.job_model import export_problem, model_name, resumed_model
 from fmegatron.job_optim import ADAMS, optimizer_form
 from fmegatron.launch import close_distributed, init_distributed
-from fmegatron.models import DecoderConfig, config_from_dict, config_to_dict
+from fmegatron.models import DecoderConfig, config_from_dict, config_to_dict, mtp
 from fmegatron.models.hf import GENERATION, TOKENIZER_FILES
 from fmegatron.models.moe import load_metrics, unread_counts
 from fmegatron.offload import settle
@@ -403,7 +403,13 @@ class Loop:
         # the last step, whose row is to come, and the load of its experts if that is to be written
         self.untold: tuple[int, Callable[[], dict[str, Any]], torch.Tensor | None] | None = None
         self.told = time.perf_counter()  # when the row before came
-        plain = dataclasses.replace(run.model, label_smoothing=0.0, z_loss=0.0, record_routing=False)
+        plain = dataclasses.replace(
+            run.model,
+            config=dataclasses.replace(sizes, mtp_weight=0.0),  # without prediction modules
+            label_smoothing=0.0,
+            z_loss=0.0,
+            record_routing=False,
+        )
         self.evaluate = evaluate(plain.loss, weights=plain.weights, sh=run.sh)
         if run.pipe is not None:
             extras = unread_counts(sizes, device=run.setup.device)
@@ -442,7 +448,7 @@ class Loop:
             self.told = time.perf_counter()
         state, metrics = self.run.step(state, self.ahead(state.step))
         stats = metrics.pop("stats")
-        metrics |= load_metrics(stats, self.run.model.config)
+        metrics |= load_metrics(stats, self.run.model.config) | mtp.metrics(stats, self.run.model.config)
         if self.config.record_routing is not None:
             self.record_routing(state.step, stats["routing"])
         load = stats["load"] if self.run.model.config.moe and _due(state.step, self.config.log.load) else None

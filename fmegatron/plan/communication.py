@@ -34,7 +34,8 @@ def collectives(model: Model, setting: Setting) -> Counter[Collective]:
     if sh.mesh is None or sh.mesh.world == 1:
         return found
     for rows in _microbatches(setting):
-        for part, times in (("embed", 1), ("head", 1), *Counter(model.kinds).items()):
+        parts: list[tuple[str | int, int]] = [("embed", 1), ("head", 1), *Counter(model.kinds).items()]
+        for part, times in parts:
             trace = model.trace(setting, part, rows)
             for work in (trace.forward, trace.backward):
                 for c, n in work.collectives.items():

@@ -182,7 +182,7 @@ class Model:
         half = (setting.precision.compute_dtype or setting.precision.params) in HALF
         if own is not None or vocab is None:
             return bool(own)
-        if softcap is not None or getattr(self.model, "label_smoothing", 0.0):
+        if softcap is not None or bool(getattr(self.model, "label_smoothing", 0.0)):
             return False
         tp = size(layout, "tp")
         return half and vocab % tp == 0 and rows * setting.seq // size(layout, "cp") * vocab // tp <= KEPT_ELEMENTS

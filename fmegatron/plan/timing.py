@@ -10,7 +10,7 @@ waiting of a pipeline are those of its schedule, simulated.
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -48,7 +48,7 @@ class Spent:
     memory_bound: float = 0.0
     optimizer: float = 0.0
     bubble: float = 0.0
-    exposed: Counter[str] = field(default_factory=Counter)
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def total(self) -> float:

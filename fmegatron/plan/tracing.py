@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -152,14 +153,13 @@ def ranks_not_there(mesh: Mesh) -> RanksNotThere:
 
 def _group(axes: tuple[str, ...], size: int) -> str:
     """The name of a fake process group over some axes, which belongs to no world."""
-    from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _resolve_process_group
-
+    c10d: Any = importlib.import_module("torch._C._distributed_c10d")
     name = f"plan:{','.join(axes)}:{size}"
     try:
-        _resolve_process_group(name)
+        c10d._resolve_process_group(name)
     except RuntimeError:  # it is new, or went with a world that ended
-        _groups[name] = ProcessGroup(0, size)
-        _register_process_group(name, _groups[name])
+        _groups[name] = c10d.ProcessGroup(0, size)
+        c10d._register_process_group(name, _groups[name])
     return name
 
 
@@ -351,8 +351,8 @@ class _Recorder(TorchDispatchMode):
         if name in ("moe_wide_product", "moe_wide_gradients"):
             x, w = args[-2:] if name.endswith("gradients") else args[:2]
             n = w.shape[-1] if w.shape[0] == x.shape[-1] else w.shape[0]
-            one = Product(math.prod(x.shape[:-1]), n, x.shape[-1], 1, _name(x.dtype), False)
-            return "product", [one] * (2 if name.endswith("gradients") else 1)
+            product = Product(math.prod(x.shape[:-1]), n, x.shape[-1], 1, _name(x.dtype), False)
+            return "product", [product] * (2 if name.endswith("gradients") else 1)
         if name == "sort_by_expert":
             self.rows, self.share = args[0].numel(), self.held
         return "opaque", None

@@ -561,7 +561,7 @@ def _with_logits(
         gx, gw = _kept_gradients(x, w, labels, lse, target, g, g_lse, g_target, rows, need_x, need_w, fast)
         return gx, gw, g
     g = torch.empty((x.shape[0], w.shape[0 if rows else 1]), dtype=x.dtype, device=x.device)
-    for _ in _logits_gradients(*args, lse, rows, chunk, _Form(*form), fast, g):
+    for _ in _logits_gradients(x, w, labels, filling, g_lse, g_target, lse, rows, chunk, _Form(*form), fast, g):
         pass
     wt = w if rows else w.t()
     gx = g @ wt if need_x else x.new_empty(0)

@@ -23,7 +23,7 @@ SHAPES = ((6, 3), (8, 2))  # query heads, kv heads: odd ones, and ones that tp=4
 LEGAL_VOCAB, ODD_VOCAB = 48, 101
 SMALL = {"embed": 12, "head": 4, "mlp": 24, "layers": 2, "max_seq": 64}
 EXPERTS, CHOSEN, EXPERT_WIDTH = 4, 2, 8
-VARIES = ("heads", "kv_heads", "layers", "vocab", "tied", "dropout", "embed", "mlp", "head", *FUSED)
+VARIES = ("heads", "kv_heads", "layers", "vocab", "tied", "dropout", "embed", "mlp", "head", "mtp", *FUSED)
 
 
 def families() -> dict[str, str]:
