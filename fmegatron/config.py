@@ -409,7 +409,8 @@ class TrainConfig:
     """Compile the layers with torch.compile."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """What computes norms, activations, rotary embedding and the loss: Triton's one-pass kernels, torch's operations, or
-    auto: the first on a GPU, the second elsewhere."""
+    auto: the first on a GPU, the second elsewhere. With auto, flash-attn-4 computes attention where it is installed and
+    faster (pip install fmegatron[kernels])."""
     keep_probabilities: bool | None = None
     """Keep the loss's probabilities for the backward pass instead of computing logits again; None: on a GPU in half
     precision, up to 2^30 of them."""

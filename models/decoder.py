@@ -93,7 +93,8 @@ class Decoder:
     label_smoothing, z_loss: of the loss (see `linear_cross_entropy`).
     overlap: chunks in which products run beside their gathers and sums over ranks (`sh.dot`); 0: whole. Gathers take part
         where one product reads the normed stream: of fused leaves, and of `up` without a gate.
-    kernel: of norms, activations, rotary embedding and loss: "auto", "torch" or "triton" (see `fmegatron.kernels`).
+    kernel: of norms, activations, rotary embedding, attention and loss: "auto", "torch" or "triton" (see
+        `fmegatron.kernels`; attention has none of Triton's).
     keep_probabilities: those of the loss, from forward to backward (`keep` of `linear_cross_entropy`).
     dispatch: how tokens reach their experts: "dense", "all-gather", "all-to-all" or "padded" (see `fmegatron.parallel.dispatch`).
     record_routing: the statistics of the loss have "routing"[layer batch seq* choice], what every token of this rank chose. A
@@ -588,6 +589,7 @@ class Decoder:
             "scale": c.attention_scale,
             "softcap": c.attention_softcap,
             "sinks": p.get("sinks"),
+            **self._kernel,
         }
 
     def _experts(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> tuple[Tensor, Any]:

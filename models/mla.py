@@ -97,7 +97,7 @@ def attend(
     q_rope, rope = apply_rotary_both(
         q[..., m.nope :], rope, *ctx.extras["rotary"], interleaved=config.rope_interleaved, **kernel
     )
-    options = {"window": ctx.extras["window"], "softcap": config.attention_softcap, "scale": scale_of(config)}
+    options = {"window": ctx.extras["window"], "softcap": config.attention_softcap, "scale": scale_of(config), **kernel}
     if cache is None:
         k, v = _expanded(p, latent, rope, m, ctx, overlap)
         o = context_attention(

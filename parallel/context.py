@@ -44,12 +44,14 @@ def context_attention(
     segments: Tensor | None = None,
     scale: float | None = None,
     name: str = "attention",
+    kernel: str = "auto",
 ) -> Tensor:
     """Self-attention of local parts: q[batch seq kv group head], k and v[batch seq kv head] -> [batch seq kv group
     head], as `attention` gives it for the whole sequence. Masks are by global position and by document.
 
     sh: mesh and rules. kind: "gather", "ring", "ulysses" or "ulysses+ring"; None: what the rules say.
-    segments: the document of each token of this rank, int[batch seq]. Other arguments: see `attention`.
+    segments: the document of each token of this rank, int[batch seq]. Other arguments: see `attention`; a ring has calls of
+    its own, whatever `kernel` says.
 
     Second derivatives, and torch.func, gather keys and values whatever the kind of ring. Raises UserError for heads
     that ranks cannot share out, ShardingError for rules without the rows that a kind needs.
@@ -57,7 +59,7 @@ def context_attention(
     kind = sh.rules.context if kind is None and sh is not None else kind or "gather"
     if kind not in CONTEXTS:
         raise UserError(f"context_attention(kind={kind!r}) must be one of {', '.join(CONTEXTS)}")
-    options: dict[str, Any] = dict(causal=causal, window=window, softcap=softcap, scale=scale, name=name)
+    options: dict[str, Any] = dict(causal=causal, window=window, softcap=softcap, scale=scale, name=name, kernel=kernel)
     if sh is None or sh.mesh is None:
         return attention(q, k, v, segments=segments, sinks=sinks, sh=sh, **options)
     if kind == "gather":

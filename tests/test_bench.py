@@ -85,6 +85,14 @@ def test_works_take_other_sizes_and_refuse_bad_ones():
         name, *sizes = arguments
         with pytest.raises(UserError, match=word):
             work_of(name, **dict(zip(("batch", "seq"), sizes, strict=False)))
+    fused = work_of("tiny", fused=("gate_up",)).config
+    assert (
+        fused.fused_gate_up
+        and not fused.fused_qkv
+        and works.flops(fused, 1, 8) == works.flops(work_of("tiny").config, 1, 8)
+    )
+    with pytest.raises(UserError, match="--fused gate_up: gpt2 has no gate"):
+        work_of("gpt2", fused=("gate_up",))
 
 
 # ------------------------------------------------------------------------------------------------------------ turns

@@ -412,7 +412,7 @@ def seconds(overlap, delay):
     return took, watched.waited, sum(what == "end" for what, _ in watched.events)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_delayed_exchanges_are_hidden(world):
     """In 1f1b half of them: the first forward and the last backward have nothing beside them."""
 
@@ -424,6 +424,7 @@ def test_delayed_exchanges_are_hidden(world):
     assert waited("none") > 0.7 and waited("pairs") < 0.2 and waited("1f1b") < 0.6
 
 
+@pytest.mark.slow  # of time that other work on the machine takes too
 def test_a_step_grows_by_less_than_its_delays():
     """The least of some runs, as other work on the machine only adds."""
 

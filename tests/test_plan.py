@@ -124,13 +124,10 @@ def test_experts_have_an_even_load():
 
 LAYOUTS = (
     "dp=4",
-    "tp=4",
     "dp=2,tp=2 sp zero=1 micro=2",
     "dp=4 zero=3 remat=nothing",
-    "dp=2,cp=2 zero=2 micro=2",
-    "cp=2,tp=2 sp context=ulysses",
+    "dp=2,cp=2 zero=2 micro=2 context=ring",
     "fsdp=2,dp=2 zero=3 store=fsdp",
-    "dp=2,tp=2 zero=1 remat=attention micro=3",
 )
 
 
@@ -155,7 +152,7 @@ def test_stages_are_not_counted_as_one_step():
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("line", ["dp=4 zero=1", "dp=2,tp=2 sp zero=3", "dp=4", "dp=2,tp=2 zero=2"])
+@pytest.mark.parametrize("line", ["dp=4 zero=1", "dp=2,tp=2 sp zero=3"])
 def test_what_rests_is_what_a_rank_holds(line):
     """Of rank 0 of ranks that are not there: its tensors are real."""
     layout = Layout.parse(f"{line} micro=2")
@@ -268,14 +265,14 @@ def test_calibration_runs_here(tmp_path):
 
 
 def test_search_is_deterministic_and_sorted():
-    cluster = Cluster(hardware("h100"), 8)
-    model = Decoder(dataclasses.replace(CONFIG, embed=512, mlp=1024, head=None, layers=4))
-    runs = [plan(model, cluster, seq=S, rows=16, top=6) for _ in range(2)]
+    cluster = Cluster(hardware("h100"), 4)
+    model = Decoder(CONFIG)
+    runs = [plan(model, cluster, seq=S, rows=16, top=3) for _ in range(2)]
     first, second = ([(str(e.setting.layout), e.seconds, e.memory) for e in r.estimates] for r in runs)
-    assert first == second and len(first) == 6
+    assert first == second and len(first) == 3
     assert [s for _, s, _ in first] == sorted(s for _, s, _ in first)
     for e in runs[0].estimates:
-        assert e.setting.layout.world == 8 and e.why_not is None
+        assert e.setting.layout.world == 4 and e.why_not is None
         alone = estimate(model, e.setting, cluster)
         assert (alone.seconds, alone.memory) == (e.seconds, e.memory)
         assert Program(model).why_illegal(dataclasses.replace(e.setting.layout, rows=16, seq=S)) is None
@@ -308,7 +305,7 @@ def test_bad_input_is_named(arguments, words, capsys):
 
 
 def test_command(capsys):
-    assert main("plan --model tiny --gpus 8 --seq 256 --batch 32 --top 3".split()) in (0, None)
+    assert main("plan --model tiny --gpus 4 --seq 256 --batch 8 --top 3".split()) in (0, None)
     text = capsys.readouterr().out
     for words in (
         "tokens/s/GPU",

@@ -96,7 +96,7 @@ def test_layouts_of_processes_are_drawn_with_pipelines() -> None:
     """All are legal and can be pasted back; for a model of two functions alone there are none."""
     seen: list[Layout] = []
 
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=120, deadline=None, derandomize=True, database=None)
     @given(layout=layouts(MODEL, 4, engine="processes"))
     def draw(layout: Layout) -> None:
         assert Program(MODEL).why_illegal(layout) is None and Layout.parse(str(layout)) == layout

@@ -329,6 +329,7 @@ def test_every_setting_is_a_flag(tmp_path) -> None:
         "schedule": "zbv",
         "fp8": "rowwise",
         "kernels": "torch",
+        "microbatch_overlap": "pairs",
         "precision.fp8_gradients": "e4m3",
         "precision.fp8_unaligned": "keep",
         "precision.fp8_backend": "native",

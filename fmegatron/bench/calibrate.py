@@ -61,6 +61,8 @@ def calibrate(device: torch.device, *, small: bool | None = None) -> Hardware:
             base, peaks=peaks, bandwidth=bandwidth, streamed=min(1.0, streamed), launch=launch
         )
         reach[dtype] = fitted(found, dtype, machine)
+    wide, odd = ((256, n, 256) if small else (8192, n, 2048) for n in ((256, 257) if small else (32768, 32769)))
+    unaligned = min(1.0, timer.product(wide, "bf16") / timer.product(odd, "bf16"))
     (forward, half), (backward, _) = (timer.attention(small, backward=b) for b in (False, True))
     memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else base.memory
     return dataclasses.replace(
@@ -70,6 +72,7 @@ def calibrate(device: torch.device, *, small: bool | None = None) -> Hardware:
         reach={**base.reach, **reach},
         bandwidth=bandwidth,
         streamed=min(1.0, streamed),
+        unaligned=unaligned,
         launch=launch,
         attention=forward,
         attention_backward=backward,

@@ -1,4 +1,4 @@
-"""One-pass kernels for GPUs, written in Triton: what `fmegatron.primitives` runs instead of several torch operations.
+"""Kernels for GPUs. In Triton, one pass each: what `fmegatron.primitives` runs instead of several torch operations.
 
     norm           RMS and layer norms, with the residual addition before them and the residual gradient behind
     gated          gated activations, and both their gradients
@@ -8,7 +8,9 @@
 
 Each has its torch operations right beside in the primitive, which are what defines it; `kernel="auto" | "torch" |
 "triton"` of the primitive chooses (of `moe`, in the module itself, before moe_triton). No kernel is imported before it
-runs, so triton need not be installed.
+runs, so triton need not be installed. Of another package, with the same rules, for attention:
+
+    flash4         flash-attn-4, on Hopper GPUs
 """
 
 from __future__ import annotations

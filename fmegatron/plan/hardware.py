@@ -46,6 +46,8 @@ class Hardware:
     peaks: FLOP/s of matrix products by dtype ("bf16", "fp8", "fp32"), dense. reach: how much of these by the sizes of a product.
     attention, attention_backward: FLOP/s that attention's kernels reach over long sequences, with heads of 128; half of it is
         reached at `attention_half` queries. bandwidth: bytes/s of memory; streamed: the part of it that a fused kernel reaches.
+    unaligned: the part of its speed that a product in half precision keeps whose rows are no multiples of 16 bytes, such as with
+        an odd vocabulary.
     launch: seconds that a kernel takes whatever it does. memory: bytes; reserved: of which a process cannot have (context,
         communicators, what the allocator cannot use).
     intra, inter: bytes/s that a GPU sends to others of its node, and out of it, as collectives reach it; latency in seconds, of
@@ -67,6 +69,7 @@ class Hardware:
     attention_backward: float = 4.6e14
     attention_half: float = 700.0
     streamed: float = 0.82
+    unaligned: float = 0.25
     launch: float = 3e-6
     latency_intra: float = 4e-6
     latency_inter: float = 1.2e-5
@@ -74,7 +77,17 @@ class Hardware:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for f in ("bandwidth", "memory", "intra", "inter", "node", "attention", "attention_backward", "streamed"):
+        for f in (
+            "bandwidth",
+            "memory",
+            "intra",
+            "inter",
+            "node",
+            "attention",
+            "attention_backward",
+            "streamed",
+            "unaligned",
+        ):
             value = getattr(self, f)
             if not value > 0:
                 raise UserError(f"hardware {self.name!r}: {f}={value} must be greater than 0")
@@ -95,6 +108,8 @@ class Hardware:
         dtype = dtype if dtype in self.peaks else "bf16"
         reach = self.reach.get(dtype) or self.reach.get("bf16") or Reach()
         flops = p.flops / (self.peak(dtype) * reach.of(p.m, p.n, p.k))
+        if dtype == "bf16" and (p.n % 8 or p.k % 8 or (p.weight and p.m % 8)):
+            flops /= self.unaligned
         return max(flops, p.bytes / (self.bandwidth * self.streamed)) + self.launch
 
     @functools.cache  # noqa: B019

@@ -26,6 +26,7 @@ NOT_MODELLED = (
     "contention of networks and congestion, stragglers, clocks that fall with power",
     "collectives that slow the products beside them (they are taken to fit beside 85 % of these)",
     "the host: kernels are taken to be launched ahead (compiled or recorded)",
+    "copies and slow kernels of tensors whose rows are no multiples of 16 bytes, such as with an odd vocabulary, but for their products",
     "uneven loads of experts; data loading, evaluation, checkpoints",
 )
 

@@ -235,10 +235,12 @@ def with_schedules(layout: Layout, layers: int) -> Iterator[Layout]:
 
 
 def policies(model: Model) -> tuple[str, ...]:
-    """What layers may keep, the most first."""
+    """What layers may keep, the most first; of mixtures of experts, whose traces are long, the extremes alone."""
     config = getattr(model.model, "config", None)
     if config is None or not model.program.has_remat:
         return ("everything",)
+    if model.program.has_experts:
+        return ("everything", "nothing")
     from fmegatron.job_model import computations
 
     return ("everything", "+".join(computations(config)), "nothing")

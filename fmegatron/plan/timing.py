@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fmegatron.axes import PIPELINE
 from fmegatron.mesh import Mesh
@@ -116,11 +117,19 @@ class _Work:
         self.hardware = cluster.hardware
         self.near = functools.cache(functools.partial(ranks_of_a_node, sh.mesh, self.hardware.node))
         self.layers: dict[tuple[int, str], Spent] = {}
+        self.stages: dict[Any, Spent] = {}
 
     def stage(self, stage: Stage, direction: str) -> Spent:
         """One microbatch's forward or backward of a stage."""
+        counts = Counter(self.model.kinds[i] for i in stage.layers)
+        key = (tuple(sorted(counts.items())), stage.embedding, stage.head, direction)
+        if key not in self.stages:
+            self.stages[key] = self._stage(counts, stage, direction)
+        return self.stages[key]
+
+    def _stage(self, counts: Mapping[int, int], stage: Stage, direction: str) -> Spent:
         found = Spent()
-        for kind, n in Counter(self.model.kinds[i] for i in stage.layers).items():
+        for kind, n in counts.items():
             found.add(self.layer(kind, direction), n)
         ends = (("embed", stage.embedding), ("head", stage.head))
         for part in (name for name, there in ends if there):
@@ -132,6 +141,7 @@ class _Work:
         if (kind, direction) not in self.layers:
             trace = self.model.trace(self.setting, kind, self.setting.microbatch)
             found = self.of(getattr(trace, direction))
+            found = replace(found, exposed=defaultdict(float, found.exposed))
             beside = self.collectives(self.params(kind, "enter"))
             if direction == "backward":
                 beside += self.collectives(self.params(kind, "leave"))
@@ -157,6 +167,10 @@ class _Work:
 
     def of(self, work: Work) -> Spent:
         """What computes, and the collectives that it waits for."""
+        where = tuple((c.axes, self.near(c.axes)) for c in work.collectives)
+        return self.model.kept(("time", id(work), id(self.hardware), where), lambda: self._of(work))
+
+    def _of(self, work: Work) -> Spent:
         h = self.hardware
         found = Spent(
             products=sum(h.product(p) * n for p, n in work.products.items()),

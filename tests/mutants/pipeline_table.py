@@ -50,8 +50,7 @@ GRADIENTS = (
         "zero-bubble schedules flush what they delayed at the end of a step; one is left in the queue",
         (
             f"{PIPELINE}:_Training.backward_weight",
-            "self.add(s, split(self.pipe.stage(s)).backward_weight(self.left.pop((s, m))))",
-            "own = split(self.pipe.stage(s)).backward_weight(self.left.pop((s, m)))\n"
+            "        self.add(s, own)",
             "        if m != self.table.microbatches - 1:\n            self.add(s, own)",
         ),
     ),

@@ -330,13 +330,13 @@ TENSOR = (
     mutant(
         "partial gradients of the loss labelled as sums",
         "torchtitan PR #3412: the last hidden state under a sharded vocabulary",
-        (f"{DECODER}:Decoder._last", "ENTER_VOCAB)", '"batch seq* embed -> batch seq embed")'),
+        (f"{DECODER}:Decoder._into_vocab", "h, ENTER_VOCAB)", 'h, "batch seq* embed -> batch seq embed")'),
     ),
     mutant(
         "tied gradient not summed",
         "Megatron-LM #844: of the two uses of a tied embedding one has no gradient",
         (
-            f"{DECODER}:Decoder._last",
+            f"{DECODER}:Decoder._into_vocab",
             'used["embed" if self.config.tied else "head"]',
             '(used["embed"].detach() if ctx.sh.mesh is not None and ctx.sh.mesh.world > 1 else used["embed"]) '
             'if self.config.tied else used["head"]',
@@ -346,7 +346,7 @@ TENSOR = (
         "tied gradient doubled",
         "torchtitan #3174: a traced step counts the second use twice",
         (
-            f"{DECODER}:Decoder._last",
+            f"{DECODER}:Decoder._into_vocab",
             'used["embed" if self.config.tied else "head"]',
             '(used["embed"] + (used["embed"] - used["embed"].detach()) if ctx.sh.mesh is not None '
             'and ctx.sh.mesh.world > 1 else used["embed"]) if self.config.tied else used["head"]',
