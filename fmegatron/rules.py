@@ -143,7 +143,15 @@ def standard_rules(
         store = present("fsdp") or present("dp")
     return Rules(
         compute=compute,
-        activations=(*Rules.activations, "qkv", "gated", "both", "mlp", *LATENT, *_EXPERT_DIMS),  # not every model has them
+        activations=(
+            *Rules.activations,
+            "qkv",
+            "gated",
+            "both",
+            "mlp",
+            *LATENT,
+            *_EXPERT_DIMS,
+        ),  # not every model has them
         store=store,
         zero=3 if zero is None else zero,
         store_optimizer=store_optimizer,

@@ -91,7 +91,9 @@ class Space:
         if self.experts:
             ep, etp = random.choice(self.foldings(model, mesh, layout.context))
             layout = replace(layout, ep=ep, etp=etp, dispatch=random.choice(self.dispatches))
-        if self.overlap and "tp" in sizes:  # by what else it is, so that no other draw moves, and no pair is counted of it
+        if (
+            self.overlap and "tp" in sizes
+        ):  # by what else it is, so that no other draw moves, and no pair is counted of it
             by_layout = python_random.Random(f"overlap {layout}")
             layout = replace(layout, overlap=by_layout.choice(overlaps(_program(model), mesh)))
         return Case(model, layout)
@@ -229,7 +231,9 @@ def space(models: Sequence[str], world: int, *, axes: Sequence[str] = AXES) -> S
     used = [a for a in axes if any(a in Layout(m).axes for legal in found.values() for m in legal)]
     first = program_of(find_model(models[0]))
     odd = (False, True) if first.fills_up else (False,)
-    return Space(found, used, kv_heads, policies, ways, pipes, odd, dispatches(first), first.has_experts, first.has_overlap)
+    return Space(
+        found, used, kv_heads, policies, ways, pipes, odd, dispatches(first), first.has_experts, first.has_overlap
+    )
 
 
 @functools.cache

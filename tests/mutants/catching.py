@@ -89,7 +89,9 @@ def judged(ranks: Sequence[Outcome], want: Outcome) -> Verdict:
     found = differences(ranks, want)
     worst = max(found, key=lambda d: (d.share, d.error))
     kind = "equal" if worst.share <= 1 else "difference" if math.isfinite(worst.error) else "not finite"
-    same = all(p.value.dtype == want[n][path].value.dtype for r in ranks for n, of in r.items() for path, p in of.items())
+    same = all(
+        p.value.dtype == want[n][path].value.dtype for r in ranks for n, of in r.items() for path, p in of.items()
+    )
     return Verdict(kind, worst, dtypes=same)
 
 
