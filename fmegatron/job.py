@@ -38,6 +38,7 @@ from fmegatron.models import Decoder, DecoderConfig, load_hf
 from fmegatron.models.decoder import GATED
 from fmegatron.models.fused import FUSED
 from fmegatron.models.moe import MoE, running_counts
+from fmegatron.models.two_passes import in_two_passes, needs_two_passes
 from fmegatron.models.upcycle import upcycled
 from fmegatron.offload import on_host
 from fmegatron.optim import Optimizer
@@ -47,10 +48,9 @@ from fmegatron.parallel.context import factoring
 from fmegatron.parallel.folding import expert_factoring, problem_of_experts
 from fmegatron.parallel.legality import FLAGS, check_layout, flags
 from fmegatron.parallel.pipeline import Pipeline, inside_stage, pipeline
-from fmegatron.parallel.routing_record import read_record, recorded_steps, step_file
+from fmegatron.parallel.routing_record import missing_step, read_record, recorded_steps, step_file
 from fmegatron.parallel.schedules import COMPUTE, Schedule, make_schedule
 from fmegatron.parallel.stages import Stage, by_cost, estimated_costs, even, parse_layout, uneven
-from fmegatron.parallel.two_passes import in_two_passes, needs_two_passes
 from fmegatron.precision import Precision, dtype_of
 from fmegatron.primitives.rotary import DynamicNTKScaling, LongRoPEScaling
 from fmegatron.remat import offload
@@ -386,6 +386,17 @@ def check_routing_files(config: TrainConfig, sizes: DecoderConfig) -> None:
     )
 
 
+def check_replay(config: TrainConfig, step: int) -> None:
+    """Raises UserError where a step behind `step` is not among those that are to be replayed."""
+    folder = config.replay_routing
+    if folder is None or (missing := missing_step(folder, step + 1, config.steps)) is None:
+        return
+    raise UserError(
+        f"--replay-routing {folder} has no step {missing}, and this run needs steps {step + 1} to {config.steps}: give the "
+        "folder of a run that recorded them all"
+    )
+
+
 def kept_policy(config: TrainConfig, sizes: DecoderConfig) -> Callable[[str], bool]:
     """What a layer keeps for its backward, and what of that in host memory: names with HOST behind them. Raises UserError
     for a name that the model's layers do not have."""
@@ -470,16 +481,18 @@ class Batches:
         self.size, self.seq_len, self.sh, self.device = config.batch.size, config.batch.seq_len, sh, setup.device
         self.rows, self.no_rows = held_positions(config.batch.size, "batch", sh)
         self.columns, self.no_columns = held_positions(config.batch.seq_len, "seq", sh)
-        self.replayed, self.choices = config.replay_routing, (0, 0)
+        self.replayed, self.choices, self.experts = config.replay_routing, (0, 0), 0
         if moe is not None:
-            self.choices = len(moe.layers(layers)), moe.routing.choices
+            self.choices, self.experts = (len(moe.layers(layers)), moe.routing.choices), moe.routing.experts
 
     def train(self, data: TokenDataset, step: int) -> dict[str, torch.Tensor]:
         """A pure function of (data, seed, step)."""
         batch = data.batch(step, batch_size=self.size, rows=self.rows, columns=self.columns)
         if self.replayed is not None:
             shape = (self.size, self.seq_len, *self.choices)
-            found = read_record(self.replayed, step + 1, rows=self.rows, columns=self.columns, shape=shape)
+            found = read_record(
+                self.replayed, step + 1, rows=self.rows, columns=self.columns, shape=shape, experts=self.experts
+            )
             batch = {**batch, "routing": found}
         return self._placed(batch)
 

@@ -99,6 +99,8 @@ def run(config: PlanConfig) -> int:
     moments = torch.float32 if config.moments == "float32" else torch.bfloat16
     master = None if half == torch.float32 else torch.float32
     flags = model_flags(config, model_name(train))
+    if config.layout is not None and config.mesh is not None:
+        raise UserError(f"--layout {config.layout} and --mesh {config.mesh}: give one of them")
     if config.layout is not None or config.mesh is not None:
         layout = Layout.parse(config.layout) if config.layout is not None else _layout(config)
         setting = Setting(layout, rows, config.seq, precision, moments, master)

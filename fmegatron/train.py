@@ -104,6 +104,7 @@ def run_here(config: TrainConfig, device: torch.device, start: float) -> int:
         train, valid = open_data(config, data)
         run_ = job.make_run(config, sizes, setup)
         state = job.initial_state(config, run_) if begun is None else saved_state(config, run_, begun)
+        on_first_rank(lambda: job.check_replay(config, state.step))
     peak = measure_matmul_flops(device, setup.precision.compute_dtype)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)

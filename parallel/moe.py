@@ -27,7 +27,7 @@ from fmegatron.random import fold_in
 # Why one of several microbatches cannot have statistics of a batch.
 WHOLE = (
     'routing has group="batch": {what} is about the whole batch, of which this is one of {parts} microbatches: use one '
-    'microbatch, two passes (fmegatron.parallel.two_passes), or group="sequence"'
+    'microbatch, two passes (fmegatron.models.two_passes), or group="sequence"'
 )
 TO_ROUTE = "batch seq* embed, embed route -> batch seq* route"
 

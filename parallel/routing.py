@@ -73,7 +73,7 @@ class Routing:
         order), "skewed": `skewed_share` of the tokens in turn to the first `skewed_experts` experts (None: top_k), the
         others to all. Weights are the scores of those experts.
     group: on what statistics, capacity, expert choice and Sinkhorn act: one "sequence", or the whole "batch", which must then
-        be one microbatch, or be read in two passes (`fmegatron.parallel.two_passes`). "approximate": the switch loss
+        be one microbatch, or be read in two passes (`fmegatron.models.two_passes`). "approximate": the switch loss
         reads the counts of the microbatches so far, so that it depends on their number and order (Megatron-LM's
         global_aux_loss): no two layouts with other microbatches are equal.
     switch_loss, z_loss: coefficients of the auxiliary losses (`fmegatron.parallel.routing_losses`).
@@ -276,9 +276,10 @@ def route(
         chosen = chosen.masked_fill(~mask[..., None], none)
     weights = _weights(logits, scores, chosen, routing, gaps)
     experts, bound, places = chosen, None, None
-    elsewhere = kept is not None and routing.group == "batch"  # of a batch that may be larger than this one
-    if routing.capacity is not None:
-        kept = _within_capacity(chosen, weights.detach(), routing, sh, mask) if kept is None else kept
+    elsewhere = kept is not None  # by another capacity, or of a batch that is larger than this one: no bound is known
+    if routing.capacity is not None and kept is None:
+        kept = _within_capacity(chosen, weights.detach(), routing, sh, mask)
+    if kept is not None:
         experts, weights = chosen.masked_fill(~kept, none), weights.masked_fill(~kept, 0)
     if routing.bounded:
         places, tokens = math.prod(logits.shape[:2]), _group_tokens(logits, routing, sh)

@@ -55,6 +55,12 @@ def recorded_steps(folder: str | Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("step_")) for path in Path(folder).glob("step_*.npy"))
 
 
+def missing_step(folder: str | Path, first: int, last: int) -> int | None:
+    """The first of the steps `first` to `last` whose choices are not there."""
+    there = set(recorded_steps(folder))
+    return next((step for step in range(first, last + 1) if step not in there), None)
+
+
 def write_record(folder: str | Path, step: int, record: Tensor, experts: int) -> None:
     """Writes a step's choices, [row token layer choice], in one move. experts: how many there are."""
     path = step_file(folder, step)
@@ -66,12 +72,12 @@ def write_record(folder: str | Path, step: int, record: Tensor, experts: int) ->
 
 
 def read_record(
-    folder: str | Path, step: int, *, rows: Tensor, columns: Tensor, shape: tuple[int, int, int, int]
+    folder: str | Path, step: int, *, rows: Tensor, columns: Tensor, shape: tuple[int, int, int, int], experts: int
 ) -> Tensor:
     """int32[row token layer choice] of these rows and tokens of a step's global batch.
 
-    shape: of the whole: rows, tokens, layers with experts, choices of a token. Raises UserError for a step that was not
-    recorded, or one of other sizes.
+    shape: of the whole: rows, tokens, layers with experts, choices of a token. experts: of a layer. Raises UserError for a step
+    that was not recorded, or one of other sizes.
     """
     path = step_file(folder, step)
     if not path.is_file():
@@ -84,4 +90,10 @@ def read_record(
             f"the recorded routing {path} is of {told}, but this run has "
             f"{', '.join(f'{n} {w}' for n, w in zip(shape, words, strict=True))}: replay it with the batch and the experts of its run"
         )
-    return torch.from_numpy(whole[rows.numpy()][:, columns.numpy()].astype(np.int32))
+    found = whole[rows.numpy()][:, columns.numpy()].astype(np.int32)
+    if found.size and not -experts <= found.min() <= found.max() <= experts:  # `experts` itself is none
+        raise UserError(
+            f"the recorded routing {path} names expert {max(found.max(), -1 - found.min())}, but this run has {experts} experts a "
+            "layer: replay it with the experts of its run"
+        )
+    return torch.from_numpy(found)

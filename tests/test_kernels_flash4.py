@@ -84,6 +84,10 @@ def test_an_older_flash_attn_is_not_it(tmp_path, monkeypatch):
     importlib.invalidate_caches()
     assert not flash4.find()
     (tmp_path / "flash_attn" / "cute" / "interface.py").touch()
+    assert not flash4.find()  # flash-attn 2.8 has it too
+    (tmp_path / "flash_attn_4-4.0.0.dist-info").mkdir()
+    (tmp_path / "flash_attn_4-4.0.0.dist-info" / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.0.0\n")
+    importlib.invalidate_caches()
     assert flash4.find()
 
 

@@ -14,8 +14,8 @@ from fmegatron.config import BatchConfig, ExpertConfig, TrainConfig
 from fmegatron.errors import UserError
 from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.models.moe import MoE, running_counts
+from fmegatron.models.two_passes import in_two_passes
 from fmegatron.parallel.routing import Routing
-from fmegatron.parallel.two_passes import in_two_passes
 from fmegatron.precision import Precision
 from fmegatron.testing import Layout, compare
 from fmegatron.tree import named, tree_map

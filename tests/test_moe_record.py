@@ -16,6 +16,7 @@ from fmegatron.errors import UserError
 from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.models.moe import MoE
 from fmegatron.padding import shard_batch
+from fmegatron.parallel.dispatch import dispatched
 from fmegatron.parallel.routing import Routing, route
 from fmegatron.parallel.routing_record import as_batch, read_record, recorded, replayed, whole_record, write_record
 from fmegatron.precision import Precision
@@ -54,6 +55,36 @@ def test_a_record_is_the_choice_and_what_was_dropped():
     assert (first.experts != first.chosen).any() and (recorded(first)[1, 5:] == EXPERTS).all()
 
 
+@pytest.mark.parametrize(
+    ("backend", "capacity"),
+    [("all-to-all", None), ("all-to-all", 0.5), ("all-to-all", 2.0), ("padded", 0.5), ("padded", 2.0)],
+)
+def test_a_replay_does_not_depend_on_the_capacity_of_this_run(backend, capacity):
+    """The record has more choices of one expert than this run's capacity, or drops that this run's would keep."""
+    routing = Routing(EXPERTS, 1, capacity=capacity)
+    x, logits = torch.randn(1, SEQ, 4, dtype=torch.float64), torch.randn(1, SEQ, EXPERTS, dtype=torch.float64)
+    record = torch.tensor([0, 0, 0, 0, 0, -1, 3, 3], dtype=torch.int32).view(1, SEQ, 1)  # one of expert 0 was dropped
+    sh, matrices = fm.Sharding(), torch.randn(EXPERTS, 4, 4, dtype=torch.float64)
+    routed = route(logits, routing, sh=sh, **replayed(record))
+
+    def experts(rows, weights, ends, leaves, *, sh):
+        if rows.ndim == 3:  # [expert place embed]
+            return torch.bmm(rows, matrices) * weights[..., None]
+        starts = [0, *ends.tolist()]
+        parts = [rows[a:b] @ m for a, b, m in zip(starts[:-1], starts[1:], matrices, strict=True)]
+        return torch.cat(parts) * weights[:, None]
+
+    y = dispatched(experts, x, routed, {}, number=EXPERTS, sh=sh, backend=backend)
+    scores = logits.softmax(-1)
+    want = torch.stack(
+        [
+            torch.zeros(4).double() if e < 0 else scores[0, t, e] * (x[0, t] @ matrices[e])
+            for t, e in enumerate(record.flatten())
+        ]
+    )
+    torch.testing.assert_close(y[0], want)
+
+
 @pytest.mark.parametrize("text", ["dp=2,tp=2 sp ep=4 micro=2", "cp=2,tp=2 ep=2 etp=2 zero=3"])
 def test_a_replay_is_the_same_on_a_layout(text):
     result = compare(model(), Layout.parse(text), batch=batch(), dims=DIMS, checks=("gradients",))
@@ -83,12 +114,19 @@ def test_what_is_recorded_on_a_layout_is_what_was_replayed():
 def test_files_of_another_run_are_refused(tmp_path):
     write_record(tmp_path, 3, batch()["routing"], EXPERTS)
     every = torch.arange(ROWS), torch.arange(SEQ)
-    found = read_record(tmp_path, 3, rows=every[0][1:3], columns=every[1], shape=(ROWS, SEQ, 2, 2))
+    found = read_record(tmp_path, 3, rows=every[0][1:3], columns=every[1], shape=(ROWS, SEQ, 2, 2), experts=4)
     assert torch.equal(found, batch()["routing"][1:3])
     with pytest.raises(
         UserError, match="4 rows, 8 tokens, 2 layers with experts, 2 choices, but this run has 4 rows, 9 tok"
     ):
-        read_record(tmp_path, 3, rows=every[0], columns=every[1], shape=(ROWS, 9, 2, 2))
+        read_record(tmp_path, 3, rows=every[0], columns=every[1], shape=(ROWS, 9, 2, 2), experts=4)
+    with pytest.raises(UserError, match="names expert 3, but this run has 2 experts a layer"):
+        read_record(tmp_path, 3, rows=every[0], columns=every[1], shape=(ROWS, SEQ, 2, 2), experts=2)
+    write_record(tmp_path, 1, batch()["routing"], EXPERTS)
+    settings = {"replay_routing": str(tmp_path), "moe": ExpertConfig(experts=4), "steps": 3}
+    with pytest.raises(UserError, match="has no step 2, and this run needs steps 1 to 3"):
+        job.check_replay(TrainConfig(**settings), 0)
+    job.check_replay(TrainConfig(**settings), 2)
     moe = ExpertConfig(experts=4)
     for settings, message in (
         (

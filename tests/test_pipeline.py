@@ -24,7 +24,7 @@ from fmegatron.parallel.schedule_check import ScheduleError
 from fmegatron.parallel.schedule_communication import with_communication
 from fmegatron.parallel.schedule_placing import place_weights
 from fmegatron.parallel.schedule_simulation import Costs, simulate
-from fmegatron.parallel.schedules import Action, Schedule, make_schedule
+from fmegatron.parallel.schedules import SCHEDULES, Action, Schedule, make_schedule
 from fmegatron.parallel.stages import parse_layout
 from fmegatron.precision import Precision
 from fmegatron.primitives import embedding, linear_cross_entropy
@@ -216,12 +216,29 @@ INSIDE = [
     Case("zbh1", "dp=2,pp=2", 4, rules=(("zero", 2),), model=(("tied", True),)),
     Case("dualpipev", "pp=2,dp=2", 4, rules=(("zero", 3),)),
     Case("interleaved", "pp=2,dp=2", 4, 2, rules=(("zero", 3),), model=(("tied", True),)),
+    Case("gpipe", "tp=2,pp=2", 3, rules=(("sequence_parallel", True),), model=(("tied", True),)),
+    Case("bfs", "pp=2,dp=2", 3, 2, rules=(("zero", 1),)),
+]
+EIGHT = [
+    *(
+        Case(s, "pp=2,dp=2,tp=2", 4, rules=(("zero", z), ("sequence_parallel", z > 1)))
+        for z, s in enumerate(SCHEDULES, 1)
+        if z < 4
+    ),
+    *(Case(s, "pp=4,tp=2", 5, model=(("tied", True),)) for s in list(SCHEDULES)[3:5]),
+    *(Case(s, "pp=4,dp=2", 8, rules=(("zero", 3),), model=(("tied", True),)) for s in list(SCHEDULES)[5:]),
 ]
 
 
 @pytest.mark.parametrize("case", INSIDE, ids=lambda c: f"{c.schedule}-{c.mesh}-{dict(c.rules)}")
 def test_tensor_parallelism_and_zero_inside_stages(case: Case) -> None:
     compare(case, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EIGHT, ids=lambda c: f"{c.schedule}-{c.mesh}-{dict(c.rules)}")
+def test_tensor_parallelism_and_zero_inside_stages_on_eight_ranks(case: Case) -> None:
+    compare(dataclasses.replace(case, model=(*case.model, ("layers", 8))), 8)
 
 
 class Failing:
@@ -477,7 +494,7 @@ def test_the_bubble_of_two_stages_that_take_known_times_is_the_simulators(name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbh1", "zbv"])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_bubble_of_stages_that_take_known_times_is_the_simulators(name: str) -> None:
     found, want = bubbles(name, 4, 8, 4, 0.2)
     assert abs(found[0] - want) < 0.05, (found, want)

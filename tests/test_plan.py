@@ -1,6 +1,7 @@
 """The planner against closed forms, against bytes and collectives of programs that run, and its search."""
 
 import dataclasses
+import importlib
 import json
 import math
 
@@ -22,6 +23,7 @@ from fmegatron.plan import Cluster, Model, Reach, Setting, estimate, hardware, m
 from fmegatron.plan.communication import collectives, entries
 from fmegatron.plan.hardware import load, save
 from fmegatron.plan.memory import held_by, in_flight, of_stages
+from fmegatron.plan.report import command
 from fmegatron.plan.timing import ranks_of_a_node
 from fmegatron.plan.tracing import Attention, Product
 from fmegatron.precision import Precision
@@ -191,6 +193,9 @@ def test_residuals_of_schedules():
         ("gpipe", None, 8),
         ("zbv", None, 8),
         ("zbh1", None, 8),
+        ("interleaved", 2, 6),
+        ("zbv", None, 3),
+        ("dualpipev", None, 9),
     ):
         words = f" virtual={virtual}" if virtual else ""
         s = setting(f"pp=4 micro={micro} schedule={name}{words}")
@@ -297,11 +302,42 @@ def test_what_does_not_fit_says_so():
         ("--model tiny --mesh dp=3 --batch 3 --seq 64", "change either"),
         ("--model tiny --mesh tp=4,dp=2 --batch 4 --seq 64", "6 query heads"),
         ("--gpu missing.toml", "cannot be read"),
+        ("--model tiny --gpus 1 --mesh dp=1 --layout dp=1", "give one of them"),
     ],
 )
 def test_bad_input_is_named(arguments, words, capsys):
     assert main(["plan", *arguments.split()]) != 0
     assert words in capsys.readouterr().err
+
+
+def test_what_was_a_crash_or_another_run():
+    """Stages of another number; 1F1B of several stages a rank, which is the interleaved schedule."""
+    config = DecoderConfig(vocab=96, embed=32, layers=8, heads=8, kv_heads=4, mlp=48)
+    cluster = Cluster(hardware("h100"), 4)
+    with pytest.raises(UserError, match="has 2 stages, but the pipeline has 4"):
+        estimate(Decoder(config), setting("pp=4 micro=4 stages=Et*4|t*4L"), cluster)
+    one, other = (
+        estimate(Decoder(config), setting(f"pp=2,dp=2 micro=4 virtual=2{s}"), cluster)
+        for s in ("", " schedule=interleaved")
+    )
+    assert one.seconds == other.seconds and one.memory == other.memory
+
+
+def test_the_command_is_the_run_that_was_planned():
+    fp32 = command(setting("dp=2,tp=2 overlap=2", precision=Precision()), ["--model tiny"])
+    assert "--precision.compute float32" in fp32 and "--overlap 2" in fp32
+    assert "--dispatch all-gather" in command(setting("dp=2 ep=2 dispatch=all-gather"), ["--model tiny"])
+    assert "--precision.compute" not in command(setting("dp=2"), ["--model tiny"])
+
+
+def test_whether_probabilities_are_kept_is_a_matter_of_all_rows(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("fmegatron.plan.rank"), "KEPT_ELEMENTS", 3 * S * V)
+    m = Model(Decoder(CONFIG))
+    s = setting("dp=2", rows=16)
+    kept, made_again = m.trace(s, "head", 2), m.trace(s, "head", 4)
+    assert kept.saved >= 2 * S * V * 2 and made_again.saved < kept.saved
+    alone = Model(Decoder(CONFIG, keep_probabilities=False)).trace(s, "head", 4)
+    assert made_again.saved == alone.saved
 
 
 def test_command(capsys):

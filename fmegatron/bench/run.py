@@ -79,6 +79,8 @@ def _calibrate(path: str, device: torch.device) -> int:
 
     if not path.endswith(".toml"):
         raise UserError(f"--calibrate {path}: name the file NAME.toml")
+    if not (folder := Path(path).absolute().parent).is_dir():
+        raise UserError(f"--calibrate {path}: there is no folder {folder}: make it first")
     machine = calibrate(device)
     save(machine, path)
     print(f"{report(machine)}\nsaved {path}: fmegatron plan --gpu {path}")

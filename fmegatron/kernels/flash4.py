@@ -11,6 +11,7 @@ FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps the results for later runs.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,11 @@ FASTER = 128  # the size of which "auto" knows that it is faster
 
 
 def find() -> bool:
-    """Is flash-attn-4 there? (Not flash-attn 2, which has the same module. Imports neither.)"""
+    """Is flash-attn-4 there? (Not flash-attn 2, which has the same modules. Imports neither.)"""
+    try:
+        importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return False
     found = importlib.util.find_spec("flash_attn")
     places = None if found is None else found.submodule_search_locations
     return any((Path(place) / "cute" / "interface.py").exists() for place in places or ())

@@ -11,6 +11,7 @@ schedule. The most is either at the first backward of a full pipeline, or at the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -20,8 +21,11 @@ from typing import Any
 import torch
 
 from fmegatron.axes import PIPELINE
+from fmegatron.parallel.schedule_check import peaks
+from fmegatron.parallel.schedule_theory import theory
+from fmegatron.parallel.schedules import make_schedule
 from fmegatron.parallel.stages import Stage
-from fmegatron.plan.rank import Model, Setting, read_elements, size, virtual_of
+from fmegatron.plan.rank import Model, Setting, read_elements, size
 from fmegatron.sharding import Sharding
 from fmegatron.spec import Param
 from fmegatron.tree import leaves
@@ -180,16 +184,18 @@ def held_by(model: Model, setting: Setting, rank: int) -> list[Stage]:
 def in_flight(setting: Setting, rank: int) -> int:
     """The most residuals of a stage that are alive at once on a rank (see `fmegatron.parallel.schedule_theory`)."""
     layout = setting.layout
-    p, m, v = size(layout, PIPELINE), layout.micro, virtual_of(layout)
     if not layout.pipelined:
         return 1
-    if layout.schedule in ("gpipe", "bfs"):
-        return m * v
-    if layout.schedule == "interleaved" and v > 1:
-        return min((v - 1) * p + 2 * (p - 1 - rank) + 1, v * m)
-    if layout.schedule in ("zbv", "dualpipev"):
-        return min(2 * p + (layout.schedule == "dualpipev"), 2 * m)
-    return min(p if layout.schedule == "zbh1" else p - rank, m)
+    return _peaks(layout.schedule, size(layout, PIPELINE), layout.micro, layout.virtual)[rank]
+
+
+@functools.cache
+def _peaks(schedule: str, ranks: int, microbatches: int, virtual: int | None) -> tuple[int, ...]:
+    """Of each rank: by the closed form where one is known, else counted in the table."""
+    known = theory(schedule, ranks, microbatches, virtual=virtual or 2)
+    if known is not None and known.peaks is not None:
+        return known.peaks
+    return tuple(map(int, peaks(make_schedule(schedule, ranks, microbatches, virtual=virtual))))
 
 
 def _layer_elements(model: Model, sh: Sharding, kind: int) -> int:

@@ -148,11 +148,12 @@ class Model:
 
     # --------------------------------------------------------------------------------------------------------- traces
 
-    def trace(self, setting: Setting, part: str | int, rows: int) -> Trace:
-        """Of "embed", "head" or a layer, with so many rows in a microbatch on a rank."""
+    def trace(self, setting: Setting, part: str | int, rows: int, keep: bool | None = None) -> Trace:
+        """Of "embed", "head" or a layer, with so many rows in a microbatch on a rank. keep: whether the loss keeps its
+        probabilities; None: if it does with these rows."""
         outer = setting.layout
         layout, text = self.kept(("inner", outer), lambda: (lambda x: (x, str(x)))(_inner(outer)))
-        keep = part == "head" and self._keeps(setting, layout, rows)
+        keep = part == "head" and self._keeps(setting, layout, rows) if keep is None else keep
         part = self.kinds[part] if isinstance(part, int) else part
         key = (
             text if isinstance(part, int) else text.partition(" remat=")[0],
@@ -170,7 +171,7 @@ class Model:
                 made = self._traced(setting, layout, part, rows, keep)
             else:
                 # gathers of several rows put them in order again, which one row needs not
-                made = scaled(self.trace(setting, part, 1 + cut), rows, 1 + cut)
+                made = scaled(self.trace(setting, part, 1 + cut, keep), rows, 1 + cut)
             self.traces[*key, rows] = made
         return self.traces[*key, rows]
 

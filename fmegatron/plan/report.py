@@ -6,11 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from fmegatron.axes import PIPELINE
 from fmegatron.plan.memory import memory
 from fmegatron.plan.rank import Model, Setting, size, virtual_of
 from fmegatron.plan.search import Estimate, Found
 from fmegatron.precision import dtype_name
+from fmegatron.testing.layout import Layout
 
 GIB = float(1 << 30)
 WIDTH = 40  # letters of a bar
@@ -27,6 +30,7 @@ NOT_MODELLED = (
     "collectives that slow the products beside them (they are taken to fit beside 85 % of these)",
     "the host: kernels are taken to be launched ahead (compiled or recorded)",
     "copies and slow kernels of tensors whose rows are no multiples of 16 bytes, such as with an odd vocabulary, but for their products",
+    "products that are cut so that collectives run beside their parts (--overlap), exchanges beside another microbatch",
     "uneven loads of experts; data loading, evaluation, checkpoints",
 )
 
@@ -142,8 +146,12 @@ def command(setting: Setting, model: Sequence[str]) -> str:
         words += [f"--virtual {virtual_of(layout)}"] if layout.virtual else []
         words += [f"--stages {layout.stages}"] if layout.stages else []
     words += [f"--batch.size {setting.rows}", f"--batch.seq-len {setting.seq}", f"--batch.microbatches {layout.micro}"]
+    words += [f"--dispatch {layout.dispatch}"] if layout.dispatch != Layout().dispatch else []
+    words += [f"--overlap {layout.overlap}"] if layout.overlap else []
     words += [f"--remat {layout.remat.replace('+', ',')}"] if layout.remat != "everything" else []
     words.append(f"--precision.params {dtype_name(p.params)}")
+    if p.compute_dtype == torch.float32:  # a GPU computes in bfloat16 unless told otherwise
+        words.append("--precision.compute float32")
     words += [f"--precision.reduce {dtype_name(p.reduce)}"] if p.reduce is not None else []
     words += [f"--precision.moments {dtype_name(setting.moments)}"] if setting.moments.itemsize != 4 else []
     if setting.master is None and p.params.itemsize < 4:

@@ -150,6 +150,9 @@ def estimate(model: Any, setting: Setting, cluster: Cluster) -> Estimate:
     """What one layout needs. Raises UserError for one that is not legal."""
     planned = model if isinstance(model, Model) else Model(model)
     layout = setting.layout
+    if layout.schedule == "1f1b" and (layout.virtual or 1) > 1:  # the same, as `make_schedule` says
+        layout = dataclasses.replace(layout, schedule="interleaved")
+        setting = dataclasses.replace(setting, layout=layout)
     if layout.world != cluster.gpus:
         raise UserError(f"layout {layout} has {layout.world} ranks, but there are {cluster.gpus} GPUs: change either")
     if (wrong := illegal(planned, layout, setting.rows, setting.seq)) is not None:
@@ -252,7 +255,7 @@ def static(model: Model, setting: Setting) -> int:
 
     sh = model.sharding(setting)
     rest = of_stages(model, sh, held_by(model, setting, 0))
-    master = 0 if setting.master is None else setting.master.itemsize
+    master = 0 if setting.master in (None, setting.precision.params) else setting.master.itemsize
     wide = sh.precision.reduce_dtype.itemsize
     return (
         rest.bytes
@@ -280,6 +283,9 @@ def illegal(model: Model, layout: Layout, rows: int, seq: int) -> str | None:
     )
     if found is None and size(layout, "pp") * virtual_of(layout) > model.layers + 2:
         found = f"{size(layout, 'pp') * virtual_of(layout)} stages are more than {model.layers} layers with both ends"
+    count = size(layout, "pp") * virtual_of(layout)
+    if found is None and layout.stages and (there := len(model.stages(layout))) != count:
+        found = f"stages={layout.stages} has {there} stages, but the pipeline has {count}"
     if (
         found is None
         and layout.pipelined

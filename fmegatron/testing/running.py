@@ -17,9 +17,9 @@ from fmegatron import optim, random, tree
 from fmegatron.accumulate import accumulate
 from fmegatron.errors import ShardingError
 from fmegatron.mesh import Mesh
+from fmegatron.models.two_passes import in_two_passes, needs_two_passes
 from fmegatron.optim import Optimizer, global_norm
 from fmegatron.padding import shard_batch
-from fmegatron.parallel.two_passes import in_two_passes, needs_two_passes
 from fmegatron.precision import Precision
 from fmegatron.sharding import Sharding
 from fmegatron.simulation import per_rank

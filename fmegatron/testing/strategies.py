@@ -73,17 +73,19 @@ def remats(model: Any) -> tuple[str, ...]:
 
 def pipelines(model: Any, mesh: str) -> list[tuple[str, int | None, str]]:
     """(schedule, virtual, stages) of a mesh with pp, the plainest first: each schedule with layers spread evenly, those
-    of several stages a rank with three too, and 1F1B with all layers but one on the last stage; one plain way without."""
+    of several stages a rank with three too, 1F1B with all layers but one on the last stage, and interleaved with empty stages
+    in the middle; one plain way without."""
     layout = Layout(mesh)
     if not layout.pipelined:
         return [("1f1b", None, "")]
     found: list[tuple[str, int | None, str]] = [("1f1b", None, "")]
     found += [(name, None, "") for name in SCHEDULES if name != "1f1b"]
-    found += [("interleaved", 3, "")]
+    found += [("interleaved", 3, ""), ("bfs", 3, "")]
     layers, count = len(program_of(model).spec()["layers"]), layout.size(PIPELINE)
     if count > 1:
         uneven_ = uneven(layers, count, last=layers - 1 if count == 2 else layers)
         found.append(("1f1b", None, format_layout(uneven_)))
+        found.append(("interleaved", None, f"E{'t' * (layers - 1)}{'|' * (2 * count - 1)}tL"))
     return found
 
 

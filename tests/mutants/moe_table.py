@@ -127,7 +127,7 @@ WHOLE_BATCH = (
         "the first pass counts a rank's own rows",
         "Megatron #1652 again: shares of the load by local counts",
         (
-            "fmegatron.parallel.two_passes:_statistics",
+            "fmegatron.models.two_passes:_statistics",
             "summed(t.items, t.dims, ctx.sh)",
             "t.items.sum(1 if t.items.ndim > 1 else 0)",
         ),
