@@ -226,7 +226,7 @@ EIGHT = [
         if z < 4
     ),
     *(Case(s, "pp=4,tp=2", 5, model=(("tied", True),)) for s in list(SCHEDULES)[3:5]),
-    *(Case(s, "pp=4,dp=2", 8, rules=(("zero", 3),), model=(("tied", True),)) for s in list(SCHEDULES)[5:]),
+    *(Case(s, "pp=4,dp=2", 8, rows=16, rules=(("zero", 3),), model=(("tied", True),)) for s in list(SCHEDULES)[5:]),
 ]
 
 
