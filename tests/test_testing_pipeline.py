@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -10,14 +11,16 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 
 from fmegatron.errors import UserError
+from fmegatron.parallel.schedules import SCHEDULES
 from fmegatron.testing import Layout, assert_equivalent, layouts, ledger, shrink, small_model
 from fmegatron.testing.comparing import differences
 from fmegatron.testing.covering import space
 from fmegatron.testing.program import Program
 from fmegatron.testing.running import Piece
+from fmegatron.testing.strategies import MICROBATCHES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MODEL = small_model("llama", layers=4, tied=True, dropout=0.2)
@@ -92,20 +95,61 @@ def test_what_cannot_run_says_so() -> None:
         layouts(MODEL, 4, axes=("pp", "tp"))
 
 
-def test_layouts_of_processes_are_drawn_with_pipelines() -> None:
-    """All are legal and can be pasted back; for a model of two functions alone there are none."""
+@functools.cache
+def drawn(number: int, ranks: int) -> list[Layout]:
+    """So many layouts of the engine "processes", by the strategy; the same in every run."""
     seen: list[Layout] = []
 
-    @settings(max_examples=120, deadline=None, derandomize=True, database=None)
-    @given(layout=layouts(MODEL, 4, engine="processes"))
+    @settings(max_examples=number, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @given(layout=layouts(MODEL, ranks, engine="processes"))
     def draw(layout: Layout) -> None:
-        assert Program(MODEL).why_illegal(layout) is None and Layout.parse(str(layout)) == layout
         seen.append(layout)
 
     draw()
+    return seen
+
+
+# What a layout may have beside a pipeline, by name.
+BESIDE = {
+    "tp": lambda x: x.size("tp") > 1,
+    "sp": lambda x: x.sp and x.size("tp") > 1,
+    "cp": lambda x: x.size("cp") > 1,
+    "dp": lambda x: x.size("dp", "fsdp") > 1,
+    **{f"zero {n}": lambda x, n=n: x.zero == n for n in (1, 2, 3)},
+    **{f"micro {n}": lambda x, n=n: x.micro == n for n in MICROBATCHES},
+    "virtual": lambda x: x.virtual is not None and x.virtual > 2,
+    "stages": lambda x: bool(x.stages),
+    "remat": lambda x: x.remat != "everything",
+    "packed": lambda x: x.packed,
+    **{f"schedule {s}": lambda x, s=s: x.schedule == s for s in SCHEDULES},
+}
+
+
+def test_layouts_of_processes_are_drawn_with_pipelines() -> None:
+    """All are legal and can be pasted back; for a model of two functions alone there are none. Many have a pipeline, and
+    beside it every other option is drawn."""
+    seen = drawn(400, 8)
+    for layout in seen[:100]:
+        assert Program(MODEL).why_illegal(layout) is None and Layout.parse(str(layout)) == layout
     piped = [layout for layout in seen if layout.size("pp") > 1]
-    assert any(layout.schedule != "1f1b" for layout in piped)
+    assert len(piped) > len(seen) // 5
+    assert {name for name, has in BESIDE.items() if any(has(x) for x in piped)} == set(BESIDE)
     assert not Program((MODEL.spec, MODEL.loss)).has_stages
+
+
+def chosen(number: int) -> list[Layout]:
+    """Of the drawn layouts of a pipeline on four ranks those few that together have most options."""
+    left, found = set(BESIDE), list[Layout]()
+    some = [x for x in drawn(150, 4) if x.size("pp") > 1 and x.world == 4 and x.mask != "none"]
+    while len(found) < number:
+        found.append(max(some, key=lambda x: sum(BESIDE[name](x) for name in left)))
+        left -= {name for name in left if BESIDE[name](found[-1])}
+    return found
+
+
+@pytest.mark.parametrize("number", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
+def test_drawn_layouts_with_pipelines_equal_one_device(number: int) -> None:
+    assert_equivalent(MODEL, chosen(number + 1)[number], engine="processes", checks=("gradients",))
 
 
 def test_every_schedule_is_in_a_table_of_processes() -> None:
