@@ -1,4 +1,4 @@
-"""A pool of real gloo processes that stays alive from call to call: starting four takes seconds, a call milliseconds.
+"""A pool of real gloo processes that stays alive from call to call: starting four takes a second, a call milliseconds.
 
     results = processes(4).run(function, *args)        # function(*args) on every rank; its results by rank
 
@@ -15,6 +15,7 @@ import multiprocessing.connection
 import os
 import pickle
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 GRACE = 5.0  # seconds that other ranks get behind one that failed; they may wait for it in a collective
+KILLED = "the process was killed by"
 
 _pools: dict[int, Pool] = {}
 
@@ -39,7 +41,7 @@ class Pool:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self.folder = tempfile.mkdtemp(prefix="fmegatron-ranks-")
         self.pipes: list[Any] = []
         self.workers: list[Any] = []
@@ -61,7 +63,7 @@ class Pool:
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """function(*args) on every rank: the list of results.
 
-        Raises RuntimeError with a failing rank's traceback, and TimeoutError after `timeout` seconds; both end the
+        Raises RuntimeError with a failing rank's traceback, or the signal that killed it, and TimeoutError after `timeout` seconds; both end the
         pool, since its collectives may be out of step.
         """
         call = pickle.dumps((function.__module__, function.__qualname__, args))
@@ -77,20 +79,29 @@ class Pool:
                 try:
                     found[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    found[rank] = (False, "the process ended without an answer")
+                    found[rank] = (False, self._ended(rank))
                 if not found[rank][0]:
                     until = min(until, time.monotonic() + GRACE)
             if not ready:
                 break
-        for rank, (ok, value) in sorted(found.items()):
-            if not ok:
-                self.close()
-                raise RuntimeError(f"rank {rank} of {self.world}:\n{value}")
+        failed = sorted((not value.startswith(KILLED), rank) for rank, (ok, value) in found.items() if not ok)
+        if failed:  # first of those that were killed: others fail by that
+            rank = failed[0][1]
+            self.close()
+            raise RuntimeError(f"rank {rank} of {self.world}:\n{found[rank][1]}")
         if len(found) < self.world:
             late = min(set(range(self.world)) - set(found))
             self.close()
             raise TimeoutError(f"{function.__qualname__}: rank {late} of {self.world} gave no answer in {timeout:g} s")
         return [found[rank][1] for rank in range(self.world)]
+
+    def _ended(self, rank: int) -> str:
+        """How a process ended."""
+        self.workers[rank].join(1)
+        code = self.workers[rank].exitcode
+        if code is not None and code < 0:
+            return f"{KILLED} {signal.Signals(-code).name}"
+        return "the process ended without an answer"
 
     def close(self) -> None:
         """End the processes."""
@@ -105,6 +116,18 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
         if _pools.get(self.world) is self:
             del _pools[self.world]
+
+
+def _context() -> Any:
+    """How processes are started: by a server that has imported what they need and forks, which is many times quicker than a
+    new interpreter each. Not beside a GPU, whose driver does not survive a fork."""
+    import torch
+
+    if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.tensor", "fmegatron.models", "fmegatron.parallel.pipeline"])
+    return context
 
 
 def _serve(rank: int, world: int, folder: str, path: list[str], pipe: Any) -> None:
