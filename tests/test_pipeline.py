@@ -35,6 +35,7 @@ from fmegatron.testing.models import small_config
 from fmegatron.tree import named
 from fmegatron.zero import with_sharded_state
 from tests.processes import processes
+from tests.test_train import start
 from tests.train_runs import flags, go, losses, rows, write_corpus
 
 FLOAT64 = Precision(params=torch.float64)
@@ -535,6 +536,20 @@ def test_the_command_line_has_the_losses_of_one_process(tmp_path, mesh: str, sch
     torch.testing.assert_close(losses(several), losses(one), rtol=1e-10, atol=0)
     held_out = [[row["val_loss"] for row in rows(out) if "val_loss" in row] for out in (one, several)]
     torch.testing.assert_close(held_out[1], held_out[0], rtol=1e-10, atol=0)
+
+
+def test_the_true_command_has_the_losses_of_one_process(tmp_path) -> None:
+    """Four processes; only the first prints."""
+    corpus = write_corpus(tmp_path / "text.jsonl")
+    sizes, common = ("--model-overrides.layers", 3), {"steps": 3, "precision_params": "float64"}
+    one, several = tmp_path / "one", tmp_path / "several"
+    assert go(flags(corpus, one, *sizes, **common)) == 0
+    given = flags(corpus, several, *sizes, "--nproc", 4, "--mesh", "pp=2,tp=2", "--schedule", "zbv", **common)
+    process = start("fmegatron", "train", *given, "--batch.microbatches", 4, cwd=tmp_path)
+    printed, errors = process.communicate(timeout=180)
+    assert process.returncode == 0 and errors == "", errors
+    assert printed == (several / "log.txt").read_text()
+    torch.testing.assert_close(losses(several), losses(one), rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize(
