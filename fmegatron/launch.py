@@ -43,9 +43,9 @@ def launch(command: Sequence[str], nproc: int, *, grace: float = 1.0) -> int:
     """Run `command` in `nproc` processes, one a rank, and give the exit code: 0 when all gave 0.
 
     SIGTERM and SIGINT go to all ranks, which may take as long as they need (to save a checkpoint); a second one kills
-    them. When a rank fails the others have `grace` seconds, then SIGTERM, then as long again before SIGKILL. The exit
-    code is 2 for a UserError in any rank, else that of the first rank that failed (128 + n: signal n killed it).
-    Ranks read nothing from standard input. OMP_NUM_THREADS, unless set, becomes a rank's share of the cores.
+    them. When a rank fails the others have `grace` seconds, then SIGTERM, then as long again before SIGKILL, and its error
+    is printed, or by which signal it was killed. The exit code is 2 for a UserError in any rank, else that of the first
+    rank that failed (128 + n: signal n killed it). Ranks read nothing from standard input. OMP_NUM_THREADS, unless set, becomes a rank's share of the cores.
     """
     if nproc < 1:
         raise UserError(f"--nproc {nproc} must be at least 1")
@@ -57,10 +57,10 @@ def launch(command: Sequence[str], nproc: int, *, grace: float = 1.0) -> int:
                 for rank in range(nproc):
                     environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                     ranks.append(_start(command, environment))
-                first = _wait(ranks, grace)
+                first, rank = _wait(ranks, grace)
             finally:
                 _kill(ranks)
-        return _conclude(first, Path(errors))
+        return _conclude(first, rank, Path(errors))
 
 
 def _environment(nproc: int, errors: str) -> dict[str, str]:
@@ -142,14 +142,14 @@ def _forwarding(ranks: list[subprocess.Popen]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: list[subprocess.Popen], grace: float) -> int:
-    """Wait for all ranks; the code of the first that failed, or 0. After a failure the others are ended."""
-    first, failed_at, terminated = 0, 0.0, False
+def _wait(ranks: list[subprocess.Popen], grace: float) -> tuple[int, int]:
+    """Wait for all ranks; the code of the first that failed, or 0, and its number. After a failure the others are ended."""
+    (first, number), failed_at, terminated = (0, 0), 0.0, False
     while None in [rank.poll() for rank in ranks]:
-        codes = [rank.returncode for rank in ranks if rank.returncode]
         now = time.monotonic()
-        if codes and not first:
-            first, failed_at = codes[0], now
+        if not first:
+            first, number = _failed(ranks)
+            failed_at = now
         if first and not terminated and now > failed_at + grace:
             terminated = True
             for rank in ranks:
@@ -157,7 +157,13 @@ def _wait(ranks: list[subprocess.Popen], grace: float) -> int:
         if first and now > failed_at + 2 * grace:
             _kill(ranks)
         time.sleep(POLL)
-    return first or next((rank.returncode for rank in ranks if rank.returncode), 0)
+    return (first, number) if first else _failed(ranks)
+
+
+def _failed(ranks: list[subprocess.Popen]) -> tuple[int, int]:
+    """The code and the number of a rank that has failed: first of those that a signal killed, as others fail by that."""
+    codes = [(rank.returncode, n) for n, rank in enumerate(ranks) if rank.returncode]
+    return min(codes, key=lambda found: found[0] > 0, default=(0, 0))
 
 
 def _kill(ranks: list[subprocess.Popen]) -> None:
@@ -168,18 +174,20 @@ def _kill(ranks: list[subprocess.Popen]) -> None:
         rank.wait()
 
 
-def _conclude(first: int, errors: Path) -> int:
+def _conclude(first: int, rank: int, errors: Path) -> int:
     """Print the cause of a failure, once, and give the exit code of the whole."""
     records = [json.loads(path.read_text()) for path in sorted(errors.glob("rank-*.json"))]
     wrong = sorted((r["rank"], r["message"]) for r in records if r["user"])
     if wrong:
         _print_error(wrong[0][1])
         return 2
-    if records:  # a crash: the earliest is the cause, the later ones are peers that lost it
-        cause = min(records, key=lambda r: r["time"])
+    if first < 0:  # what the others tell comes of it
+        name = signal.Signals(-first).name
+        hint = " (if you did not, memory may have run out)" if -first == signal.SIGKILL else ""
+        print(f"fmegatron: rank {rank} was killed by {name}{hint}", file=sys.stderr, flush=True)
+    elif records:  # a crash: the earliest is the cause, the later ones are peers that lost it, or were told of it
+        cause = min(records, key=lambda r: (r.get("elsewhere", False), r["time"]))
         print(f"fmegatron: rank {cause['rank']} failed:\n{cause['message']}", end="", file=sys.stderr, flush=True)
-    elif first < 0:
-        print(f"fmegatron: a rank was killed by {signal.Signals(-first).name}", file=sys.stderr, flush=True)
     return 128 - first if first < 0 else first
 
 
@@ -197,6 +205,7 @@ def report_error(error: BaseException) -> int:
     if folder := os.environ.get(ERRORS):
         message = str(error) if user else "".join(traceback.format_exception(error))
         record = {"rank": int(os.environ["RANK"]), "user": user, "time": time.time(), "message": message}
+        record["elsewhere"] = getattr(error, "elsewhere", False)  # it stands for another rank's
         path = Path(folder, f"rank-{record['rank']}.json")
         path.with_suffix(".part").write_text(json.dumps(record))
         path.with_suffix(".part").replace(path)

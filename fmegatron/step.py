@@ -9,6 +9,7 @@ It is made of `accumulate`, an optimizer and `global_norm`; a user's own step ta
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,7 +127,8 @@ def train_step(
     update_params: (params, stats, sh) -> params, behind the optimizer's update: what changes by statistics and not by a
         gradient, such as the biases of a router's choice (`Decoder.update_params`).
     gradients: in place of `accumulate(loss, …)`, such as `fmegatron.parallel.pipeline.pipeline`: a function of its type.
-        loss, weights, microbatches and trainable are then unused. Where it has a `norm`, that is the global norm.
+        loss, weights, microbatches and trainable are then unused. Where it has a `norm`, that is the global norm; where it
+        has an `alarm`, the update runs in it.
     loss_scale: a policy for fp16, such as `dynamic_loss_scale()`; the first state has TrainState(…,
         loss_scale=policy.init()). The loss is multiplied by the scale, the summed gradients divided by it in fp32 or
         wider, before norm, clipping and update.
@@ -156,6 +158,7 @@ def train_step(
     if gradients is None:
         gradients = accumulate(loss, microbatches, weights=weights, trainable=trainable, spec=spec)
     norm_of = getattr(gradients, "norm", global_norm)
+    alarm = getattr(gradients, "alarm", contextlib.nullcontext)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         now = fp8.begin(sh, state.extras, spec=spec, params=state.params if microbatches > 1 else None)
@@ -178,13 +181,15 @@ def train_step(
         old = state._donate() if donate else state
         params, opt, extras = old.params, old.opt, old.extras
         updates = old.step - scaling.skipped if scaling else old.step
-        if finite:
-            params, _, opt = optimizer.update(params, grads, opt, donate=donate, grad_norm=norm)
-            if update_params is not None:
-                with torch.no_grad():
-                    params = update_params(params, found["stats"], sh)
-            extras = extras if update_extras is None else update_extras(extras, found["stats"])
-            extras = fp8.end(now, extras)
+        with alarm():  # a rank that fails in it ends all, which would wait for it in the next step
+            if finite:
+                params, _, opt = optimizer.update(params, grads, opt, donate=donate, grad_norm=norm)
+                if update_params is not None:
+                    with torch.no_grad():
+                        params = update_params(params, found["stats"], sh)
+                extras = extras if update_extras is None else update_extras(extras, found["stats"])
+                extras = fp8.end(now, extras)
+            param_norm = norm_of(params)
         if policy and scaling and readable:
             scaling = policy.update(scaling, finite)
         new = TrainState(old.step + 1, params, opt, old.key, extras, scaling)
@@ -194,7 +199,7 @@ def train_step(
             **found["terms"],
             "tokens": weight,
             "grad_norm": norm,
-            "param_norm": norm_of(params),
+            "param_norm": param_norm,
             "lr": rate_at(optimizer.rate, updates),
             "stats": found["stats"],
         }

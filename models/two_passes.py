@@ -67,8 +67,9 @@ def in_two_passes(model: Any, gradients: Callable[..., Any], *, microbatches: in
             batch = {**batch, "routing": as_batch(stats["routing"], ctx.sh)}
         return gradients(params, batch, ctx.replace(extras=extras), loss_scale=loss_scale)
 
-    if hasattr(gradients, "norm"):
-        run.norm = gradients.norm  # type: ignore[attr-defined]
+    for name in ("norm", "alarm"):
+        if hasattr(gradients, name):
+            setattr(run, name, getattr(gradients, name))
     return run
 
 

@@ -5,12 +5,12 @@
 
 A rank that raises writes why into the key-value store of the process group; a thread of every other rank looks there,
 and `alarm.check()`, which those that wait call now and then, raises there too. A rank that cannot be reached that way,
-because it waits inside a collective, ends itself some seconds later, having printed the cause.
+because it waits inside a collective, ends itself some seconds later, having printed the cause. A rank that has left the
+work when another one fails in it finds that out in the work that follows.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -27,23 +27,26 @@ from fmegatron.errors import UserError
 POLL = 0.5  # seconds between looks at the store
 LIMIT = 5.0  # seconds that a rank has to raise by itself
 
-_numbers = itertools.count()
+# How many failures this program has seen, on this rank as on all others: the place in the store for the next one.
+_failures = 0
 
 
 class RankFailed(RuntimeError):
     """Another rank failed; the message has its traceback."""
 
+    elsewhere = True  # so that the launcher shows the rank that failed, and not this one
+
 
 class Alarm:
     """While it is on, an exception on one rank raises on all: the same UserError, else RankFailed.
 
-    Every rank of the program must enter as many alarms as every other one. stop: called, in another thread, when
-    another rank has failed, to end what this rank waits for.
+    stop: called, in another thread, when another rank has failed, to end what this rank waits for. Every rank of the
+    program must be in one when another one fails, or enter one after that.
     """
 
     def __init__(self, stop: Callable[[], None] = lambda: None) -> None:
         self.stop = stop
-        self.key = f"fmegatron/alarm/{next(_numbers)}"
+        self.key = f"fmegatron/alarm/{_failures}"
         self.found: str | None = None
         self.over = threading.Event()
         self.store: Any = None
@@ -56,8 +59,12 @@ class Alarm:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
+        global _failures
         self.over.set()
-        if self.store is None or error is None or isinstance(error, RankFailed):
+        if self.store is None or error is None:
+            return
+        _failures += 1
+        if isinstance(error, RankFailed):
             return
         told = self.found or self._look()
         if told is not None:  # ours comes of it: a peer that is gone, say

@@ -44,7 +44,7 @@ from fmegatron.grad import Trainable, as_at_rest, higher_order, to_local, traina
 from fmegatron.interleave import by_turns
 from fmegatron.mesh import Mesh
 from fmegatron.optim.norm import sum_of_squares
-from fmegatron.parallel import pipeline_generate, schedule_text
+from fmegatron.parallel import pipeline_generate
 from fmegatron.parallel.alarm import Alarm
 from fmegatron.parallel.pipeline_stage import (
     Ends,
@@ -78,7 +78,7 @@ from fmegatron.parallel.schedules import (
     Schedule,
     forward_only,
 )
-from fmegatron.parallel.stages import Stage, even
+from fmegatron.parallel.stages import Stage, even, format_layout
 from fmegatron.sharding import Sharding
 from fmegatron.split import split
 from fmegatron.tree import flatten, is_float, is_tensor, leaves, like, named, paths, structure, tree_map, unflatten
@@ -124,7 +124,7 @@ def pipeline(
     through its own `embed`, `stack` and `unembed`).
 
     Raises UserError for a schedule of other sizes, one that is not complete or would hang (ScheduleError), or differs
-    between ranks; and, on all ranks within seconds, what any rank raises in a step (RankFailed elsewhere, with that
+    between ranks, whose first difference is named; and, on all ranks within seconds, what any rank raises in a step (RankFailed elsewhere, with that
     rank's traceback).
     """
     (atom,) = mesh.expand(axis)
@@ -237,7 +237,7 @@ class Pipeline:
         """((total, metrics), gradients of what this rank holds); see `pipeline`."""
         ctx = Ctx() if ctx is None else ctx
         self._check_call(params, batch, ctx)
-        with Alarm(self._stop) as alarm, torch.no_grad():
+        with self.alarm() as alarm, torch.no_grad():
             return _Training(self, alarm, params, batch, ctx, loss_scale).run()
 
     def evaluate(self, params: Any, batch: Any, ctx: Ctx | None = None) -> dict[str, tuple[Tensor, Any]]:
@@ -245,14 +245,14 @@ class Pipeline:
         `fmegatron.step.evaluate` gives it."""
         ctx = Ctx() if ctx is None else ctx
         self._check_call(params, batch, ctx)
-        with Alarm(self._stop) as alarm, torch.no_grad():
+        with self.alarm() as alarm, torch.no_grad():
             found = _Forwards(self, alarm, params, batch, ctx, self._evaluated_in).run()
         return {name: (total, found["weights"][name]) for name, total in found["sums"].items()}
 
     def statistics(self, params: Any, batch: Any, ctx: Ctx, *, microbatches: int) -> Any:
         """The statistics of the loss on all ranks, in at most so many microbatches, without gradients."""
         self._check_call(params, batch, ctx)
-        with Alarm(self._stop) as alarm, torch.no_grad():
+        with self.alarm() as alarm, torch.no_grad():
             return _Forwards(self, alarm, params, batch, ctx, microbatches).run()["stats"]
 
     @property
@@ -280,6 +280,11 @@ class Pipeline:
         ctx = Ctx() if ctx is None else ctx
         self._check_call(params, tokens, ctx)
         return pipeline_generate.cached(self, params, tokens, cache, start, ctx, batch)
+
+    def alarm(self) -> Alarm:
+        """To be entered, on all ranks, for work beside the pipeline's own, such as an update: what one rank raises in it,
+        all do (see `fmegatron.parallel.alarm`)."""
+        return Alarm(self._stop)
 
     def norm(self, values: Any) -> Tensor:
         """The 2-norm of all elements of all stages, of a tree like this rank's parameters: tied ones count once. A 0-d
@@ -333,17 +338,35 @@ class Pipeline:
         return self._cache[key]
 
     def compare_tables(self) -> None:
-        """Raises UserError unless all ranks have the same table and assignment: a different one would hang."""
-        if self.group is None:
+        """Raises UserError, on all ranks of the mesh, unless they all have the same table and assignment: a different one
+        would hang. The message names the first difference."""
+        if self.mesh.world == 1 or self.mesh.device_mesh is None:
             return
-        text = f"{schedule_text.format(self.table)}{self.assignment}{self.ends}"
-        found: list[Any] = [None] * self.table.ranks
-        dist.all_gather_object(found, hashlib.sha256(text.encode()).hexdigest(), group=self.group)
-        if (other := next((r for r, h in enumerate(found) if h != found[0]), None)) is not None:
-            raise UserError(
-                f"rank {other} of the pipeline has another schedule or assignment of layers than rank 0: make both from "
-                "the same settings, with the same costs"
-            )
+        own = self._described()
+        digests: list[Any] = [None] * self.mesh.world
+        dist.all_gather_object(digests, hashlib.sha256(repr(own).encode()).hexdigest())
+        if len(set(digests)) == 1:
+            return
+        found: list[Any] = [None] * self.mesh.world
+        dist.all_gather_object(found, own)
+        other = next(r for r, each in enumerate(found) if each != found[0])
+        what, first, here = next((a, x, y) for (a, x), (_, y) in zip(found[0], found[other], strict=False) if x != y)
+        raise UserError(
+            f"process {other} has another pipeline than process 0: {what} is {here or 'nothing'} there, and "
+            f"{first or 'nothing'} in process 0. Make schedule and assignment from the same settings on all of them, with "
+            "the same costs"
+        )
+
+    def _described(self) -> list[tuple[str, str]]:
+        """(what, its value) of all that ranks must have in common, the most telling first."""
+        table = self.table
+        rows = [("the schedule", repr(table.name)), ("the number of microbatches", str(table.microbatches))]
+        rows += [("the rank of each stage", str(table.placement)), ("layout of stages", format_layout(self.assignment))]
+        rows += [("ends", str(self.ends)), ("overlap", str(self.overlap))]
+        for rank, program in enumerate(table.programs):
+            actions = [f"{'+' * a.joined}{a}" for a in program]
+            rows += [(f"action {n} of rank {rank} in the table", a) for n, a in enumerate([*actions, ""])]
+        return rows
 
     def _check_call(self, params: Any, batch: Any, ctx: Ctx) -> None:
         sh = ctx.sh

@@ -22,7 +22,6 @@ from torch import Tensor
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.grad import to_local
-from fmegatron.parallel.alarm import Alarm
 from fmegatron.parallel.pipeline_stage import carry_like, layers_of
 from fmegatron.parallel.point_to_point import Messages
 from fmegatron.sharding import Sharding
@@ -36,7 +35,7 @@ def cached(
     if not hasattr(pipe.model, "cached"):
         raise UserError(f"{type(pipe.model).__name__} has no `cached`, without which a model does not generate")
     ctx = ctx.replace(sh=_undivided(pipe, ctx.sh))
-    with Alarm(pipe._stop) as alarm, torch.no_grad():
+    with pipe.alarm() as alarm, torch.no_grad():
         messages = pipe.messages()
         if messages is not None:
             messages.check = alarm.check

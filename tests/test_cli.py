@@ -302,10 +302,34 @@ def test_a_crash_shows_the_first_rank_that_failed(start) -> None:
     assert "by peer" not in err
 
 
-def test_a_killed_rank_ends_all(start) -> None:
-    process = start(2, "os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)")
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
+def test_a_killed_rank_ends_all_and_is_named(start, name: str) -> None:
+    """Also where another rank fails by it."""
+    body = f"""
+    if rank == 1:
+        os.kill(os.getpid(), signal.{name})
+    time.sleep(0.2)
+    if rank == 0:
+        raise RuntimeError("connection closed by peer")
+    time.sleep(60)
+    """
+    process = start(3, body)
     _, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (137, "fmegatron: a rank was killed by SIGKILL\n")
+    assert process.returncode == 128 + signal.Signals[name]
+    assert err.startswith(f"fmegatron: rank 1 was killed by {name}") and err.count("\n") == 1
+
+
+def test_the_rank_that_failed_is_shown_and_not_those_that_were_told_of_it(start) -> None:
+    body = """
+    class Told(RuntimeError):
+        elsewhere = True
+    time.sleep(0.3 * rank)
+    raise KeyError("the cause") if rank else Told("rank 1 failed")
+    """
+    process = start(2, body)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert err.startswith("fmegatron: rank 1 failed:\nTraceback") and "the cause" in err
 
 
 WAITING = """
