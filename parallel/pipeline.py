@@ -18,6 +18,7 @@ import contextlib
 import functools
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,6 +57,7 @@ from fmegatron.parallel.pipeline_stage import (
     rank_entries,
     stage_entries,
     stage_function,
+    stage_parts,
     with_context,
 )
 from fmegatron.parallel.point_to_point import Arrival, Messages
@@ -78,6 +80,7 @@ from fmegatron.parallel.schedules import (
     Schedule,
     forward_only,
 )
+from fmegatron.parallel.stack import Giving
 from fmegatron.parallel.stages import Stage, even, format_layout
 from fmegatron.sharding import Sharding
 from fmegatron.split import split
@@ -581,7 +584,7 @@ class _Training(_Run):
         number = like(self.params, range(len(self.wanted)))
         trainable = like(self.params, self.wanted)
         picked = {s: (pipe.assignment[s], pipe.ends) for s in self.mine}
-        self.rows = {s: leaves(stage_entries(number, *p)) for s, p in picked.items()}
+        self.numbers = {s: stage_entries(number, *p) for s, p in picked.items()}
         self.trainable = {s: stage_entries(trainable, *p) for s, p in picked.items()}
         shared = pipe.ends.tied if len(pipe.owners) > 1 else ()
         self.shared = {
@@ -590,22 +593,28 @@ class _Training(_Run):
         self.residuals: dict[tuple[int, int], Any] = {}
         self.left: dict[tuple[int, int], Any] = {}
         self.joint = {(a.stage, a.microbatch) for p in self.table.programs for a in p if a.kind == BACKWARD}
-        # gradients are summed over data axes behind the last backward of a stage; with ZeRO-2, behind each
+        # Gradients are summed over data axes once, each in the last backward of its stage as soon as it is there; with
+        # ZeRO-2, which never holds them whole, in each backward.
         self.each = self.late and self.sh.rules.zero == 2
         self.reducer = (
             Reducer(self.spec, self.wanted, self.sh, self.take, wait=False) if self.late and not self.each else None
         )
-        self.done: set[int] = set()  # stages whose last backward has been,
-        self.reduced: set[int] = set()  # and leaves whose sums have begun
+        self.last = {a.stage: a for a in self.table.programs[pipe.rank] if a.kind in (BACKWARD, WEIGHT)}
+        # in how many parts of this rank's stages a leaf is whose last gradient is to come: a tied one may be in two
+        parts = [] if self.each else [part for s in self.mine for part in stage_parts(number, *picked[s])]
+        self.owed = Counter(i for part in parts for i in leaves(part))
+        self.reduced: set[int] = set()  # leaves whose sums have begun
+        self.under_way: Callable[[], None] | None = None  # of ZeRO-2: adds the gradients whose sums have begun
 
     def run(self) -> tuple[tuple[Tensor, dict[str, Any]], Any]:
         with self.outer.others_refused() if self.late else contextlib.nullcontext():
             self.act(self.compute)
         here = self.last_rank == self.pipe.rank
         found = self.sums.finish(self.scale, self.known) if here else None
+        self.settle()
         self.share_tied()
         for s in self.mine:
-            self.reduce(s, tied=True)
+            self.begin(leaves(self.numbers[s]), tied=True)
         if self.reducer is not None:
             self.reducer.finish()
         total, metrics, factor = self.agreed(found)
@@ -643,11 +652,10 @@ class _Training(_Run):
         self.hand_on(s, m, y)
 
     def backward(self, s: int, m: int) -> None:
-        gx, own = split(self.pipe.stage(s)).backward(self.residuals.pop((s, m)), self.take_gradient(s, m), self.mine[s])
+        halves, giving = split(self.pipe.stage(s)), self.giving(BACKWARD, s, m)
+        gx, _ = halves.backward(self.residuals.pop((s, m)), self.take_gradient(s, m), self.mine[s], giving)
         self.note(BACKWARD, s, m)
         self.hand_back(s, m, gx)
-        del gx
-        self.add(s, own)
 
     def backward_input(self, s: int, m: int) -> None:
         halves = split(self.pipe.stage(s))
@@ -656,9 +664,8 @@ class _Training(_Run):
         self.hand_back(s, m, gx)
 
     def backward_weight(self, s: int, m: int) -> None:
-        own = split(self.pipe.stage(s)).backward_weight(self.left.pop((s, m)))
+        split(self.pipe.stage(s)).backward_weight(self.left.pop((s, m)), self.giving(WEIGHT, s, m))
         self.note(WEIGHT, s, m)
-        self.add(s, own)
 
     def take_gradient(self, s: int, m: int) -> Any:
         """The gradient of a stage's output."""
@@ -693,38 +700,69 @@ class _Training(_Run):
 
     # ---------------------------------------------------------------------------------------------------- gradients
 
-    def add(self, s: int, own: Any) -> None:
-        """Adds a microbatch's gradients of a stage."""
-        found = [(i, g) for i, g in zip(self.rows[s], leaves(own), strict=True) if g is not None]
-        if self.each:
-            params = leaves(self.spec)
-            wide = [g.to(torch.promote_types(g.dtype, self.wide)) for _, g in found]
-            moved = moving(wide, [params[i] for i, _ in found], self.sh, "settle")()
-            found = [(i, g) for (i, _), g in zip(found, moved, strict=True)]
+    def giving(self, kind: str, s: int, m: int) -> Giving:
+        """How the gradients of a backward go on, part by part: into the sums so far, and in the last one, with these, over
+        data axes, while the backward of the next part runs."""
+        last = self.last[s][:3] == (kind, s, m)
+
+        def take(numbers: Any, own: Any) -> None:
+            rows = leaves(numbers)
+            found = [(i, g) for i, g in zip(rows, leaves(own), strict=True) if g is not None]
+            if self.each:
+                self.begin_each(found)
+                return
+            self.add(found)
+            if last:
+                self.owed.subtract(rows)
+                self.begin(rows)
+
+        return Giving(self.numbers[s], take)
+
+    def add(self, found: list[tuple[int, Tensor]]) -> None:
+        """Adds gradients of a microbatch, by the numbers of their leaves."""
         for i, g in found:
             if self.grads[i] is None:  # a copy: the gradient of an addition may be two gradients, or a message as well
                 self.grads[i] = g.to(torch.promote_types(g.dtype, self.wide), copy=True)
             else:
                 self.grads[i].add_(g)
 
+    def begin_each(self, found: list[tuple[int, Tensor]]) -> None:
+        """Begins to sum gradients of a microbatch over data axes, and adds those of the part before."""
+        self.settle()
+        params = leaves(self.spec)
+        wide = [g.to(torch.promote_types(g.dtype, self.wide)) for _, g in found]
+        arrive = moving(wide, [params[i] for i, _ in found], self.sh, "settle")
+        rows = [i for i, _ in found]
+        self.under_way = lambda: self.add(list(zip(rows, arrive(), strict=True)))
+
+    def settle(self) -> None:
+        """Waits for the sums that `begin_each` has begun."""
+        if self.under_way is not None:
+            arrive, self.under_way = self.under_way, None
+            arrive()
+
+    def begin(self, rows: Sequence[int], tied: bool = False) -> None:
+        """Begins to sum over data axes those of some leaves that are owed no gradient. Leaves that another rank holds too
+        come last (tied)."""
+        for i in rows:
+            if not self.wanted[i] or i in self.reduced or self.owed[i] or (i in self.shared and not tied):
+                continue
+            self.reduced.add(i)
+            g = self.gradient(i)
+            if self.reducer is not None:
+                self.grads[i] = None
+                self.reducer.add(i, g)
+            else:
+                self.grads[i] = g
+
     def take(self, i: int, g: Any) -> None:
         self.grads[i] = g
 
-    def reduce(self, s: int, tied: bool = False) -> None:
-        """Begins to sum a stage's gradients over data axes. Leaves that another rank holds too come last (tied)."""
-        if not tied:
-            self.note(REDUCE, s)
-        self.done.add(s)
-        owed = {i for other, rows in self.rows.items() if other not in self.done for i in rows}  # a tied leaf, of two
-        for i in self.rows[s]:
-            if not self.wanted[i] or i in self.reduced or i in owed or (i in self.shared and not tied):
-                continue
-            self.reduced.add(i)
-            if self.reducer is not None:
-                g, self.grads[i] = self.gradient(i), None
-                self.reducer.add(i, g)
-            else:
-                self.grads[i] = self.gradient(i)
+    def reduce(self, s: int) -> None:
+        """The last backward of a stage has been: its gradients are on their way, or there, but for tied ones."""
+        self.note(REDUCE, s)
+        self.settle()
+        self.begin(leaves(self.numbers[s]))
 
     def gradient(self, i: int) -> Tensor:
         """What has been accumulated; zeros for a leaf that the loss does not use."""

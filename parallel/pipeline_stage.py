@@ -17,7 +17,7 @@ from fmegatron.parallel.stages import Stage
 from fmegatron.rules import base
 from fmegatron.sharding import Sharding
 from fmegatron.spec import Param, params_of
-from fmegatron.split import Split, split
+from fmegatron.split import split
 from fmegatron.tree import is_tensor, leaves, like, named, tree_map
 
 
@@ -112,6 +112,14 @@ def stage_entries(tree: Mapping[str, Any], stage: Stage, ends: Ends) -> dict[str
     return rank_entries(tree, (stage,), ends)
 
 
+def stage_parts(tree: Mapping[str, Any], stage: Stage, ends: Ends) -> list[dict[Any, Any]]:
+    """Of a tree of a rank what each part of a stage's function reads, in turn: the embedding, the layers, the head."""
+    front = [{n: tree[n] for n in ends.front}] if stage.embedding else []
+    layers = [{i: tree["layers"][i] for i in stage.layers}] if len(stage.layers) else []
+    back = [{n: tree[n] for n in ends.back}] if stage.head else []
+    return [*front, *layers, *back]
+
+
 def inside_stage(sh: Sharding, spec: Any, axis: str = "pp") -> Sharding:
     """The sharding of what one stage holds and computes: the mesh without `axis`, at this rank's place on it.
 
@@ -179,7 +187,7 @@ def _of_blocks(layers: Callable) -> Callable:
     def forward(p: Any, x: Any, within: Within, joint: bool = False, trainable: Any = None) -> tuple[Any, Any]:
         return s.forward(p, x, within.ctx, joint, trainable)
 
-    f.split = Split(forward, s.backward, s.backward_input, s.backward_weight)  # type: ignore[attr-defined]
+    f.split = s._replace(forward=forward)  # type: ignore[attr-defined]
     return f
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -375,23 +375,49 @@ def _ahead(todo: list[tuple[Split, Any, int]], store: Store | None) -> Iterator[
         yield s, _wait(store, started.popleft()), index
 
 
+class Giving(NamedTuple):
+    """Who gets gradients as they are made: `take(numbers, gradients)` is called for each part, and none are given back.
+
+    numbers: a tree like the parameters, by whose leaves `take` knows what it gets: a part of it, and gradients like that
+    part. They come before the next part's backward, or, where they are first reduced to their owners, behind that.
+    """
+
+    numbers: Any
+    take: Callable[[Any, Any], None]
+
+
+class InTurn(Split):
+    """The split of functions run in turn, such as `stack` and `chain`: `backward(…, giving=None)` and
+    `backward_weight(left, giving=None)` may give gradients away part by part; they then return None for them."""
+
+    __slots__ = ()
+
+
 class _Behind:
     """Gradients on their way to their owners: those of one part are reduced while the next one's are made."""
 
     def __init__(self, store: Store | None) -> None:
         self.store = store
-        self.started: list[Any] = []
+        self.started: list[tuple[Any, Giving | None]] = []
         self.done: list[Any] = []
 
-    def add(self, g: Any, index: int) -> None:
-        """Waits for the gradients before these, and begins to reduce these."""
+    def add(self, g: Any, index: int, to: Giving | None = None) -> None:
+        """Waits for the gradients before these, and begins to reduce these. to: who gets them."""
         self.all()
-        self.started.append(g if self.store is None else self.store.reduce(g, index))
+        self.started.append((g if self.store is None else self.store.reduce(g, index), to))
+        if to is not None and (self.store is None or not self.store.reduces(index)):
+            del g
+            self.all()  # they are there
 
     def all(self) -> list[Any]:
-        """The gradients of all parts so far, in the order in which they came."""
-        self.done += [_wait(self.store, t) for t in self.started]
-        self.started = []
+        """The gradients of all parts so far, in the order in which they came, without those that others get."""
+        while self.started:
+            begun, to = self.started.pop(0)
+            g = _wait(self.store, begun)
+            if to is None:
+                self.done.append(g)
+            else:
+                to.take(to.numbers, g)
         return self.done
 
 
@@ -420,13 +446,21 @@ def _in_turn(parts: Callable, place: Callable, ctx_of: Callable, store_of: Calla
             return _ahead(parts(p)[::-1], run.store)
         return (run.full.pop() for _ in range(len(run.full)))
 
-    def backward(run: _Run, g: Any, p: Any) -> tuple[Any, Any]:
-        reduced = _Behind(run.store)
+    def each(giving: Giving | None, count: int) -> list[Giving | None]:
+        """Who gets the gradients of each part."""
+        return [None] * count if giving is None else [Giving(t, giving.take) for _, t, _ in parts(giving.numbers)]
+
+    def backward(run: _Run, g: Any, p: Any, giving: Giving | None = None) -> tuple[Any, Any]:
+        reduced, to = _Behind(run.store), each(giving, len(run.residuals))
         for s, q, index in behind(run, p):
-            g, own = s.backward(run.residuals.pop(), g, q)
-            reduced.add(own, index)
+            if giving is not None and isinstance(s, InTurn):
+                g, own = s.backward(run.residuals.pop(), g, q, to.pop())
+            else:
+                g, own = s.backward(run.residuals.pop(), g, q)
+                reduced.add(own, index, to.pop())
             del q, own
-        return g, place(p, reduced.all()[::-1])
+        found = reduced.all()[::-1]
+        return g, place(p, found) if giving is None else None
 
     def backward_input(run: _Run, g: Any, p: Any) -> tuple[Any, _LeftOver]:
         left: list[tuple[Split, Any, int]] = []
@@ -437,12 +471,16 @@ def _in_turn(parts: Callable, place: Callable, ctx_of: Callable, store_of: Calla
         nothing = tree_map(lambda t: None, p)
         return g, _LeftOver(nothing, left, run.store)
 
-    def backward_weight(todo: _LeftOver) -> Any:
-        reduced = _Behind(todo.store)
+    def backward_weight(todo: _LeftOver, giving: Giving | None = None) -> Any:
+        reduced, to = _Behind(todo.store), each(giving, len(todo.left))[::-1]
         while todo.left:
             s, own, index = todo.left.pop()  # from the first to the last
-            reduced.add(s.backward_weight(own), index)
+            if giving is not None and isinstance(s, InTurn):
+                s.backward_weight(own, to.pop())
+            else:
+                reduced.add(s.backward_weight(own), index, to.pop())
             del own
-        return place(todo.params, reduced.all())
+        found = reduced.all()
+        return place(todo.params, found) if giving is None else None
 
-    return Split(forward, backward, backward_input, backward_weight)
+    return InTurn(forward, backward, backward_input, backward_weight)

@@ -172,6 +172,9 @@ class _Forking:
     def get_context(self, _: str) -> _Forking:
         return self
 
+    def get_all_start_methods(self) -> list[str]:
+        return ["fork"]
+
     def Pipe(self) -> Any:
         return self.context.Pipe()
 

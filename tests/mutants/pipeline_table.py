@@ -49,9 +49,9 @@ GRADIENTS = (
         "the last weight gradient is dropped",
         "zero-bubble schedules flush what they delayed at the end of a step; one is left in the queue",
         (
-            f"{PIPELINE}:_Training.backward_weight",
-            "        self.add(s, own)",
-            "        if m != self.table.microbatches - 1:\n            self.add(s, own)",
+            f"{PIPELINE}:_Training.giving",
+            "            self.add(found)",
+            "            self.add(found if kind != WEIGHT or m != self.table.microbatches - 1 else [])",
         ),
     ),
     mutant(
