@@ -9,7 +9,7 @@
 A schedule is data (`schedules`), proven before it runs (`schedule_check`), and interpreted here action by action: the
 forward of a stage for a microbatch, its backward whole or in halves by the `split` of the stage's function, and messages
 in the table's order (`point_to_point`). Everything else is as on one device: weights of the global batch first, keys by
-layer, dropout by row, sums over data axes once, behind a stage's last backward.
+layer, dropout by row, sums over data axes once, block by block in a stage's last backward.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Action(NamedTuple):
     kind: F forward; B the whole backward; I the backward by input and W the backward by weight, which are its halves;
         SEND_F, RECV_F: the output of `stage` goes to the next stage, the input of `stage` comes from the one before;
         SEND_B, RECV_B: the gradient of the input of `stage` goes to the stage before, that of its output comes from the
-        next one; GATHER: the stage's parameters are gathered; REDUCE: its gradients are reduced over the data axes.
+        next one; GATHER: the stage's parameters are gathered; REDUCE: its gradients are on their way over the data axes,
+        which begins in its last backward as they are made.
     stage: of the model, counted over all ranks. microbatch: None for GATHER and REDUCE.
     joined: together with the action before it: sends and receives as one batch, or a forward and a backward that
         overlap.
