@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fmegatron.axes import parse_axes
 from fmegatron.errors import ShardingError, UserError
+from fmegatron.groups import group_of
 from fmegatron.simulation import keep_alive, lift, simulating
 
 # DTensor's mesh dims put these last: where a parameter's dim is cut both by a model axis and by a data axis, the data
@@ -114,8 +115,7 @@ class Mesh:
             keep_alive(flat)
             return (flat, 1)
         mine = next(row for row in rows.tolist() if dist.get_rank() in row)
-        # Only members take part, so that programs which differ by rank (a pipeline) may make groups at any time.
-        return dist.new_group(mine, use_local_synchronization=True)
+        return group_of(mine)
 
     def process_group(self, axes: Iterable[str]) -> Any:
         """`group` as torch's ProcessGroup, for point-to-point messages; not in a simulation."""

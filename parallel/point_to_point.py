@@ -47,6 +47,8 @@ class Messages:
         self.stream: Any = torch.cuda.Stream(device) if self.cuda else None
         self.channels: dict[tuple[int, bool], _Channel] = {}
         self.under_way: list[tuple[Any, list[Tensor]]] = []  # on a GPU: sends
+        if self.cuda:  # NCCL's first operation of a group must be one of all its ranks, as a batch of messages is not
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def made(self) -> Any:
         """What a send of tensors that the last work makes has to wait for."""

@@ -308,7 +308,7 @@ def test_the_axes_of_a_mesh():
 def test_the_group_of_several_axes_has_the_ranks_that_share_the_others(rank, monkeypatch):
     made = []
     monkeypatch.setattr(meshes.dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(meshes.dist, "new_group", lambda ranks, **options: made.append(ranks) or ["group", *ranks])
+    monkeypatch.setattr(meshes, "group_of", lambda ranks: made.append(ranks) or ["group", *ranks])
 
     class Device:
         def get_group(self, dim):

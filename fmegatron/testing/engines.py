@@ -80,11 +80,17 @@ def check_engine(engine: str, layout: Layout, device: str) -> None:
         raise UserError(f"layout {layout}: {layout.world} processes are too many: use the simulated engine")
 
 
-def _as_one_rank(program: Program, layout: Layout, job: Job, inputs: Inputs, device: str) -> list[Outcome]:
-    """What all of torchrun's processes compute, of which this is one."""
-    if not dist.is_initialized():
+def join(engine: str, device: str) -> None:
+    """Joins torchrun's other processes, where this is one of them and has not yet: its GPU is its own from here on, and not
+    every rank's first."""
+    if engine == "processes" and started_by_torchrun() and not dist.is_initialized():
         init_distributed(device)
         atexit.register(close_distributed)
+
+
+def _as_one_rank(program: Program, layout: Layout, job: Job, inputs: Inputs, device: str) -> list[Outcome]:
+    """What all of torchrun's processes compute, of which this is one."""
+    join("processes", device)
     (mine,) = run(program, layout, job, inputs, device=device)
     found: list[Any] = [None] * layout.world
     dist.all_gather_object(found, mine)

@@ -15,7 +15,7 @@ from fmegatron.errors import UserError
 from fmegatron.precision import Precision, dtype_of
 from fmegatron.spec import params_of
 from fmegatron.testing.comparing import Difference, differences, unequal
-from fmegatron.testing.engines import check_engine, run_on
+from fmegatron.testing.engines import check_engine, join, run_on
 from fmegatron.testing.layout import Layout
 from fmegatron.testing.models import model_text
 from fmegatron.testing.program import Program, program_of
@@ -77,6 +77,7 @@ def compare(
     if (why := program.why_illegal(layout, propose=True)) is not None:
         raise UserError(f"layout {layout} is not legal for this model: {why}")
     check_engine(engine, layout, device)
+    join(engine, device)  # before anything is computed
     dtype = dtype_of(dtype)
     inputs = inputs_of(program, layout, Job(seed=seed))
     first = Job(("gradients",), seed=seed, steps=1)

@@ -1,0 +1,52 @@
+"""Process groups of some ranks, made by these ranks alone, each once.
+
+Programs that differ by rank, such as the stages of a pipeline, need groups at times of their own. torch's `new_group` has an
+option for that (`use_local_synchronization`), but not for programs that made different groups before:
+- it names a group after its ranks and the number of groups that this process has made so far, so that two ranks that have
+  made different numbers of them wait for each other under different names, for ever;
+- where the default group is bound to a device it splits that group's NCCL communicator, in which all ranks have to take part.
+Here a group is named after its ranks alone, is the same one for every mesh, and has a communicator of its own. This is the
+one file that touches these parts of torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+_made: dict[tuple[int, ...], Any] = {}
+
+
+def group_of(ranks: Sequence[int]) -> Any:
+    """The ProcessGroup of these ranks of the default group, in ascending order; it has that group's backends. Each of
+    them must ask for it, at any time; this rank must be among them."""
+    c10d: Any = dist.distributed_c10d
+    key = tuple(sorted(ranks))
+    if key not in _made or _made[key] not in c10d._world.pg_map:  # or went with a default group that was destroyed
+        _made[key] = _new(c10d, list(key))
+    return _made[key]
+
+
+def _new(c10d: Any, ranks: list[int]) -> Any:
+    default = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[default]
+    name = "fmegatron-" + hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+    bound = default.bound_device_id
+    default.bound_device_id = None  # by which torch decides whether to split
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(default.rank()),
+            ranks,
+            c10d.Backend(backend),
+            store,
+            group_name=name,
+            timeout=c10d._get_default_timeout(c10d.Backend(backend)),
+        )
+    finally:
+        default.bound_device_id = bound
+    c10d._world.pg_group_ranks[group] = {rank: n for n, rank in enumerate(ranks)}
+    return group

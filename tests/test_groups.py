@@ -1,0 +1,28 @@
+"""Process groups that some ranks make by themselves."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fmegatron.groups import group_of
+from fmegatron.testing import processes
+
+pytestmark = pytest.mark.xdist_group("gloo")
+
+
+def after_different_groups():
+    """[is a group the same one again?, the sum of ranks over all, over this rank's pair], where two of four ranks have made
+    groups that the others have not."""
+    rank = dist.get_rank()
+    if rank < 2:
+        group_of([0, 1])
+    found = [group_of([3, 1, 0, 2]) is group_of(range(4))]
+    for group in (group_of(range(4)), group_of([1, 3] if rank % 2 else [2, 0])):
+        x = torch.tensor([rank])
+        dist.all_reduce(x, group=group)
+        found.append(int(x))
+    return found
+
+
+def test_ranks_that_made_different_numbers_of_groups_meet_in_one():
+    assert processes(4).run(after_different_groups, timeout=60) == [[True, 6, 2], [True, 6, 4]] * 2
