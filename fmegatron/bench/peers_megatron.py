@@ -28,6 +28,8 @@ from fmegatron.models.fused import fuse, unfuse, unfused
 
 RECIPES = {"fp8-tensorwise": "tensorwise", "fp8-blockwise": "blockwise", "fp8-delayed": "delayed"}
 FUSED_WGRAD = "fused_weight_gradient_mlp_cuda"  # Apex's extension, without which Megatron does not fuse accumulation
+COLUMNS = ("linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")  # weights that tp cuts by their outputs
+ROWS = ("linear_proj.weight", "linear_fc2.weight")  # by their inputs
 # Fields of a DecoderConfig that this peer takes with their default only.
 PLAIN = (
     "rope_dim rope_interleaved window_rope_base window attention_scale attention_softcap sinks qk_norm norm_place "
@@ -163,9 +165,17 @@ def contender(
 
 
 def model_of(
-    work: Work, precision: str, params: Any, device: torch.device, *, buffers: bool = False, options: str = ""
+    work: Work,
+    precision: str,
+    params: Any,
+    device: torch.device,
+    *,
+    buffers: bool = False,
+    options: str = "",
+    part: tuple[int, int] = (0, 1),
 ) -> torch.nn.Module:
-    """Megatron's GPTModel with our weights, on `device` and in their dtype."""
+    """Megatron's GPTModel with our weights, on `device` and in their dtype. part: this rank's number among those that
+    share matrices, and how many these are (then `options` says so too)."""
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     models = importlib.import_module("megatron.core.models.gpt")
     c, on_gpu = work.config, device.type == "cuda"
@@ -186,7 +196,8 @@ def model_of(
         fp16_lm_cross_entropy=False,
     )
     model = model.to(device=device, dtype=dtype)
-    lacking, unknown = model.load_state_dict(weights_of(work, params, fused_norms=on_gpu), strict=False)
+    weights = {n: part_of(n, w, *part) for n, w in weights_of(work, params, fused_norms=on_gpu).items()}
+    lacking, unknown = model.load_state_dict(weights, strict=False)
     lacking = [n for n in lacking if not n.endswith("_extra_state") and not (c.tied and n == "output_layer.weight")]
     if lacking or unknown:
         raise UserError(f"--peers megatron: its weights have other names than expected: {[*lacking, *unknown][:3]}")
@@ -290,6 +301,17 @@ def weights_of(work: Work, params: Any, *, fused_norms: bool) -> dict[str, Tenso
         else:
             found[top[path]] = x
     return found
+
+
+def part_of(name: str, w: Tensor, rank: int, ranks: int) -> Tensor:
+    """A tensor-parallel rank's part of one of Megatron's weights; of gate above up it has a part of each."""
+    if ranks == 1 or "layer_norm" in name:
+        return w
+    if "linear_fc1." in name:
+        return torch.cat([half.chunk(ranks)[rank] for half in w.chunk(2)])
+    if any(cut in name for cut in COLUMNS):
+        return w.chunk(ranks)[rank].contiguous()
+    return w.chunk(ranks, 1)[rank].contiguous() if any(cut in name for cut in ROWS) else w
 
 
 def _norm(config: DecoderConfig) -> str:

@@ -42,8 +42,6 @@ from fmegatron.step import TrainState, train_step
 from fmegatron.testing.processes import processes
 from tests.bench.cpu import interval
 
-COLUMNS = ("linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")  # cut by their outputs
-ROWS = ("linear_proj.weight", "linear_fc2.weight")  # by their inputs
 Run = Callable[[], tuple[Tensor, Any]]
 
 
@@ -100,7 +98,7 @@ def megatron(work: Work, axes: str, sp: bool, batch: dict[str, Tensor]) -> tuple
         fp16_lm_cross_entropy=False,
     )
     weights = peers.weights_of(work, init(Decoder(c).spec(), key(0)), fused_norms=False)
-    model.load_state_dict({n: _part(n, w, rank, tp) for n, w in weights.items()}, strict=False)
+    model.load_state_dict({n: peers.part_of(n, w, rank, tp) for n, w in weights.items()}, strict=False)
     model.train()
     distributed = importlib.import_module("megatron.core.distributed")
     options = distributed.DistributedDataParallelConfig(overlap_grad_reduce=name == "dp", bucket_size=40_000_000)
@@ -139,17 +137,6 @@ def megatron(work: Work, axes: str, sp: bool, batch: dict[str, Tensor]) -> tuple
         return loss
 
     return forward_backward, whole
-
-
-def _part(name: str, w: Tensor, rank: int, ranks: int) -> Tensor:
-    """A rank's part of one of Megatron's weights; of gate above up it has a part of each."""
-    if ranks == 1:
-        return w
-    if "linear_fc1." in name:
-        return torch.cat([half.chunk(ranks)[rank] for half in w.chunk(2)])
-    if any(part in name for part in COLUMNS):
-        return w.chunk(ranks)[rank].contiguous()
-    return w.chunk(ranks, 1)[rank].contiguous() if any(part in name for part in ROWS) else w
 
 
 # -------------------------------------------------------------------------------------------------------------- timing
