@@ -5,8 +5,8 @@ beside one GPU, Megatron-core and what the planner predicts?
     python tests/bench/scaling.py --gpus 4 --minutes 3 --parts data,tensor
     python tests/bench/scaling.py --gpus 2 --device cpu --small   # every part at tiny sizes on gloo, to see that it runs
 
-Parts: check (layouts of each kind against one device, float64), data (FSDP, ZeRO-1), tensor (TP with SP), context (32k tokens: ring,
-gather, Ulysses), experts (a mixture with experts over all GPUs), pipeline (1F1B and zero-bubble), check-bf16, drawn (layouts at
+Parts: check (layouts of each parallelism against one device, in float64; check-more and check-bf16: further ones), data (FSDP, ZeRO-1), tensor (TP with SP), context (32k tokens: ring,
+gather, Ulysses), experts (a mixture with experts over all GPUs), pipeline (1F1B and zero-bubble), drawn (layouts at
 random). The work is the 3.02B of `fmegatron bench`, 4 × 4096 tokens for each GPU, bfloat16, in eager mode; Megatron-core takes part
 where it is installed (with transformer-engine).
 
@@ -44,6 +44,7 @@ from tests.bench.scaling_items import LARGE, PARTS, SMALL, Item, Job, Sizes  # n
 
 BEGIN = 120.0  # seconds that processes may take until their first item
 LEAST = 30.0  # seconds without which no job begins
+LEAVE = 15.0  # seconds that they may take to end
 POLL = 0.2
 GIB = float(1 << 30)
 
@@ -54,14 +55,16 @@ def main() -> int:
         return _in_a_job(a.job)
     started, sizes = time.time(), SMALL if a.small else LARGE
     run = Run(a, sizes, started + 60 * a.minutes)
-    jobs = items_of.jobs(a.parts, a.gpus, sizes)
-    threading.Thread(target=run.predict, args=([i for job in jobs for i in job.items],), daemon=True).start()
+    jobs = items_of.jobs(a.parts, a.gpus, sizes, a.seed)
+    planner = threading.Thread(target=run.predict, args=([i for job in jobs for i in job.items],), daemon=True)
+    planner.start()
     for job in jobs:
         run.work(job)
-    text = report(run, sizes)
-    print(text, flush=True)
+        run.save(started)
+    planner.join(10.0)
+    print(report(run, sizes), flush=True)
     run.save(started)
-    print(f"\nsaved {a.out}; {time.time() - started:.0f} s")
+    print(f"\nsaved {a.out}, logs in {run.folder}; {time.time() - started:.0f} s")
     return 1 if run.failures else 0
 
 
@@ -142,33 +145,28 @@ class Run:
 
     def work(self, job: Job) -> None:
         """Runs a job, again without what failed, as long as there is time."""
-        if job.part == "drawn" and self.left > LEAST:
-            drawn = items_of.drawn_layouts(job.ranks, 40 if self.a.device == "cuda" else 4, self.a.seed)
-            job = dataclasses.replace(job, items=tuple(items_of.check_items("drawn", job.ranks, "float64", drawn)))
         wanted = [i for i in job.items if self.a.only is None or self.a.only in i.name]
         todo = {i.key: i for i in wanted if i.key not in self.rows}
-        if todo and all(i.alone for i in todo.values()) and job.part != "data":
-            todo = {k: i for k, i in todo.items() if any(not w.alone for w in wanted)}
         while todo:
-            what = f"{job.part} on {job.ranks}"
+            what = f"{', '.join(dict.fromkeys(i.part for i in todo.values()))} on {job.ranks}"
             if self.left < (LEAST if self.a.device == "cuda" else 5.0):
                 self.notes.append(f"{what}: no time for {len(todo)} of {len(job.items)} items")
                 self.say(f"-- {self.notes[-1]}")
                 return
             self.say(f"-- {what}: {len(todo)} items, {self.left:.0f} s left")
             before = len(todo)
-            self._attempt(job, todo)
+            log = self._attempt(job, todo)
             if len(todo) == before:  # nothing was even begun
                 self.failures.append(f"{what}: its processes did not begin")
-                self.say(f"   {self.failures[-1]}")
+                self.say(f"   {self.failures[-1]}\n{_tail(log)}")
                 return
 
-    def _attempt(self, job: Job, todo: dict[str, Item]) -> None:
-        """Starts the processes of a job once, and takes what they find out of `todo`."""
+    def _attempt(self, job: Job, todo: dict[str, Item]) -> Path:
+        """Starts the processes of a job once, and takes what they find out of `todo`; where they wrote."""
         number = next(self.numbers)
         out, log, path = (self.folder / f"{number}.{ending}" for ending in ("jsonl", "log", "json"))
-        share = {"check": 0.3, "check-bf16": 0.25}.get(job.part, 1.0)  # of the minutes, so that speeds are measured too
-        until = min(self.end - 5.0, time.time() + share * 60 * self.a.minutes)
+        first = next(iter(todo.values())).part == "check" and len(self.a.parts) > 1
+        until = min(self.end - 5.0, time.time() + (0.25 if first else 1.0) * 60 * self.a.minutes)
         told = {"ranks": job.ranks, "items": [dataclasses.asdict(i) for i in todo.values()], "until": until}
         told |= {"device": self.a.device, "small": self.a.small, "out": str(out)}
         path.write_text(json.dumps(told), encoding="utf-8")
@@ -183,12 +181,22 @@ class Run:
                 command, env=environment, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True
             )
             try:
-                why = self._watch(process, out, todo, log)
+                why = self._watch(process, out, todo)
             finally:
                 _end(process)
-        self._take(out, todo, ended=True, why=why, log=log)
+        if (current := self._take(out, todo)) in todo:
+            self._lost(todo.pop(current), why, log)
+        return log
 
-    def _watch(self, process: subprocess.Popen, out: Path, todo: dict[str, Item], log: Path) -> str:
+    def _lost(self, item: Item, why: str, log: Path) -> None:
+        """An item during which its processes ended."""
+        if self.left <= 0:
+            self.notes.append(f"{item.part}: no time for {item.name}")
+            return
+        self.failures.append(f"{item.part}: {item.name}: {why or 'its processes ended'}")
+        self.say(f"   {self.failures[-1]}\n{_tail(log)}")
+
+    def _watch(self, process: subprocess.Popen, out: Path, todo: dict[str, Item]) -> str:
         """Waits for the processes of a job; in words, why they ended early, or ""."""
         began, current = time.time(), ""
         while process.poll() is None:
@@ -196,15 +204,13 @@ class Run:
             now = self._take(out, todo)
             if now != current:
                 began, current = time.time(), now
-            limit = todo[current].limit if current in todo else BEGIN
+            limit = todo[current].limit if current in todo else BEGIN if todo else LEAVE
             if time.time() > min(began + limit, self.end):
-                return "no time was left" if time.time() > self.end else f"took longer than {limit:.0f} s"
+                return f"took longer than {limit:.0f} s"
         return "" if process.returncode == 0 else f"the processes ended with {process.returncode}"
 
-    def _take(
-        self, out: Path, todo: dict[str, Item], *, ended: bool = False, why: str = "", log: Path | None = None
-    ) -> str:
-        """Reads what a job has written; the key of the item under way, or "". ended: of one that is over."""
+    def _take(self, out: Path, todo: dict[str, Item]) -> str:
+        """Reads what a job has written so far; the key of the item under way, or ""."""
         current = ""
         for line in _lines(out):
             if "about" in line:
@@ -212,18 +218,12 @@ class Run:
             elif "begun" in line:
                 current = line["begun"]
             elif "skipped" in line:
-                item = todo.pop(line["skipped"], None)
-                if item is not None:
+                if (item := todo.pop(line["skipped"], None)) is not None:
                     self.notes.append(f"{item.part}: no time for {item.name}")
             elif "row" in line:
                 current = ""
                 if todo.pop(line["key"], None) is not None:
                     self._keep(line["key"], line["row"])
-        if ended and current in todo:
-            item = todo.pop(current)
-            tail = "" if log is None else log.read_text(errors="replace")[-3000:]
-            self.failures.append(f"{item.part}: {item.name}: {why or 'it ended'}")
-            self.say(f"   {self.failures[-1]}\n{tail}")
         return current
 
     def _keep(self, key: str, row: dict[str, Any]) -> None:
@@ -253,7 +253,7 @@ class Run:
 
     def save(self, started: float) -> None:
         found = {"about": self.about, "gpus": self.a.gpus, "parts": self.a.parts, "seconds": time.time() - started}
-        found |= {"rows": list(self.rows.values()), "predicted": self.predicted, "failures": self.failures}
+        found |= {"rows": list(self.rows.values()), "predicted": dict(self.predicted), "failures": self.failures}
         found |= {
             "notes": self.notes,
             "aims": [dataclasses.asdict(x) for x in aims(self.rows, self.sizes, self.a.gpus)],
@@ -266,6 +266,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def _tail(path: Path) -> str:
+    """The end of what a job's processes wrote."""
+    return path.read_text(encoding="utf-8", errors="replace")[-3000:]
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -292,12 +297,13 @@ def prediction(item: Item, sizes: Sizes, machine: Any, models: dict[Any, Any]) -
     precision = Precision(params=torch.bfloat16, reduce=torch.bfloat16)
     setting = Setting(layout, item.rows, item.seq, precision, torch.float32, torch.float32)
     found = estimate(model, setting, Cluster(machine, layout.world))
-    spent = found.spent
+    spent, memory = found.spent, found.memory
+    state = 0 if item.whole else memory.moments + memory.master  # which are not even made
     return {
         "step": 1e3 * spent.total,
         "backward": 1e3 * (spent.total - spent.optimizer),
         "exposed": 1e3 * (sum(spent.exposed.values()) + spent.bubble),
-        "gib": found.memory.total / GIB,
+        "gib": (memory.total - state) / GIB,
     }
 
 
@@ -352,23 +358,21 @@ def aims(rows: dict[str, dict[str, Any]], sizes: Sizes, gpus: int) -> list[Aim]:
 def report(run: Run, sizes: Sizes) -> str:
     """Everything that was found, in words."""
     lines = ["", ", ".join(f"{n} {v}" for n, v in run.about.items()), ""]
-    for part in ("check", "check-bf16", "drawn"):
+    for part in items_of.CHECKS:
         some = [r for r in run.rows.values() if r["part"] == part and "ok" in r]
         if some:
-            wrong = sum(not r["ok"] for r in some)
-            worst = max(r["error"] for r in some)
-            lines.append(f"{part}: {len(some)} layouts on {run.a.gpus}, {wrong} wrong, worst error {worst:.1e}")
+            worst = max(some, key=lambda r: r["share"])
+            lines.append(
+                f"{part}: {len(some)} layouts on {run.a.gpus} in {worst['dtype']}, {sum(not r['ok'] for r in some)} wrong; the "
+                f"worst error, {worst['error']:.1e}, is {worst['share']:.2g} of what is allowed ({worst['name']})"
+            )
     table = [_HEAD, *(_cells(row, run, sizes) for row in run.rows.values() if "backward" in row)]
     if len(table) > 1:
         lines += ["", *_aligned(table), "", _LEGEND]
-    reached = aims(run.rows, sizes, run.a.gpus)
-    if any(x.value is not None for x in reached):
-        lines += ["", "aims:"]
-    for aim in reached:
-        if aim.value is not None:
-            lines.append(f"  {'reached' if aim.passed else 'MISSED '}  {aim.value:.3f}  {aim.text}")
-        elif len(table) > 1:
-            lines.append(f"  not measured    {aim.text}")
+        lines += ["", "aims" + ("" if run.a.device == "cuda" else " (of GPUs; here nothing follows from them)") + ":"]
+        for aim in aims(run.rows, sizes, run.a.gpus):
+            word = "not measured" if aim.value is None else f"{'reached' if aim.passed else 'MISSED'} {aim.value:.3f}"
+            lines.append(f"  {word:14} {aim.text}")
     lines += [f"left out: {x}" for x in run.notes] + [f"FAILED: {x}" for x in run.failures]
     return "\n".join(lines)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fmegatron.bench.works import WORKS
@@ -14,7 +14,8 @@ from fmegatron.parallel.schedules import SCHEDULES
 from fmegatron.testing.layout import Layout
 
 # By value: what is left when time runs out is left out from the end.
-PARTS = ("check", "data", "tensor", "context", "experts", "pipeline", "check-bf16", "drawn")
+PARTS = ("check", "data", "tensor", "context", "experts", "pipeline", "check-more", "check-bf16", "drawn")
+CHECKS = ("check", "check-more", "check-bf16", "drawn")
 CONTEXTS = ("ring", "gather", "ulysses")
 ONE = "one GPU"
 
@@ -100,37 +101,44 @@ class Item:
 class Job:
     """Items that run in the same processes, one behind the other."""
 
-    part: str
     ranks: int
     items: tuple[Item, ...]
     environment: tuple[tuple[str, str], ...] = ()
 
 
-def jobs(parts: Sequence[str], gpus: int, sizes: Sizes) -> list[Job]:
-    """All jobs of some parts, the most valuable first. Those of the part "drawn" are drawn when it begins."""
-    made = {
-        "check": lambda: [_checks("check", gpus, "float64")],
-        "data": lambda: _data(gpus, sizes),
-        "tensor": lambda: _tensor(gpus, sizes),
-        "context": lambda: _context(gpus, sizes),
-        "experts": lambda: _experts(gpus, sizes),
-        "pipeline": lambda: _pipeline(gpus, sizes),
-        "check-bf16": lambda: [_checks("check-bf16", gpus, "bfloat16")],
-        "drawn": lambda: [Job("drawn", gpus, ())],
-    }
-    return [job for part in PARTS if part in parts for job in made[part]()]
+def jobs(parts: Sequence[str], gpus: int, sizes: Sizes, seed: int = 0) -> list[Job]:
+    """All jobs of some parts, as few as can be, the most valuable first."""
+    speeds = {"data": _data, "tensor": _tensor, "context": _context, "experts": _experts, "pipeline": _pipeline}
+    speed = [job for part, make in speeds.items() if part in parts for job in make(gpus, sizes)]
+    main = [j for j in speed if j.ranks == gpus and not j.environment]
+    made = [_checks("check", gpus, "float64", first_layouts(gpus))] if "check" in parts else []
+    made += [*main, *sorted((j for j in speed if j not in main), key=lambda j: j.ranks)]
+    if "check-more" in parts:
+        made.append(_checks("check-more", gpus, "float64", more_layouts(gpus)))
+    if "check-bf16" in parts:
+        made.append(_checks("check-bf16", gpus, "bfloat16", [*first_layouts(gpus), *more_layouts(gpus)]))
+    if "drawn" in parts:
+        made.append(_checks("drawn", gpus, "float64", drawn_layouts(gpus, 30 if sizes == LARGE else 4, seed)))
+    found: list[Job] = []
+    for job in made:
+        last = found[-1] if found else None
+        if last is not None and (last.ranks, last.environment) == (job.ranks, job.environment):
+            found[-1] = dataclasses.replace(last, items=(*last.items, *job.items))
+        else:
+            found.append(job)
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------- correctness
 
 # Communicators of a check move little; with NCCL's own sizes hundreds of them would fill the memory.
 FEW_BUFFERS = (("NCCL_BUFFSIZE", str(1 << 20)), ("NCCL_MAX_NCHANNELS", "2"))
-# heads that divide by 8, and that kv heads do not
+# query heads that divide by 8 ranks, while kv heads do not
 HEADS = "heads=8,kv_heads=2"
 
 
-def check_layouts(ranks: int) -> list[tuple[str, str]]:
-    """(model, layout): each kind of parallelism alone on all ranks, and together on four and on eight."""
+def first_layouts(ranks: int) -> list[tuple[str, str]]:
+    """(model, layout): each parallelism alone on all ranks, and several together on four and on eight."""
     llama, experts = f"llama,{HEADS}", "mixtral"
     n, ep = ranks, min(ranks, 4)  # there are four experts
     found = [
@@ -141,33 +149,43 @@ def check_layouts(ranks: int) -> list[tuple[str, str]]:
         (experts, f"dp={n} ep={ep}"),
     ]
     if n >= 4:
-        half = n // 4
-        rest = f"dp={half}," if half > 1 else ""
+        rest = f"dp={n // 4}," if n > 4 else ""
         found += [
             (llama, f"{rest}cp=2,tp=2 sp context=ulysses" + (" zero=3" if rest else "")),
             (llama, f"pp=2,{rest}tp=2 sp schedule=zbv micro=4" + (" zero=1" if rest else "")),
             (llama, f"{rest}fsdp=2,tp=2 sp zero=3 micro=2 mask=uneven"),
-            (experts, f"{rest}dp=2,tp=2 sp ep=2 etp=2".replace("dp=2,dp=2", "dp=4")),
+            (experts, f"dp={n // 2},tp=2 sp ep=2 etp=2"),
         ]
-    found += [(llama, f"dp={n} zero=1"), (llama, f"dp={n} zero=2 micro=2"), (llama, f"tp={n}")]
+    return _lines(found)
+
+
+def more_layouts(ranks: int) -> list[tuple[str, str]]:
+    """The other kinds of each: ZeRO's stages, ways of attention, schedules, ways to experts."""
+    llama, n = f"llama,{HEADS}", ranks
+    found = [(llama, f"dp={n} zero=1"), (llama, f"dp={n} zero=2 micro=2"), (llama, f"tp={n}")]
     found += [(llama, f"cp={n} context=gather packed"), (llama, f"cp={n} context=ulysses packed mask=uneven")]
     found += [(llama, f"cp={n} context=ulysses+ring")] if n >= 4 else []
     found += [(llama, f"tp={n} sp overlap=2"), (f"{llama},vocab=101", f"tp={n} sp odd")]
     found += [(llama, f"pp={n} schedule={s} micro={2 * n}") for s in SCHEDULES if s != "zbv"]
-    found += [(experts, f"dp={n} ep={ep} dispatch={d}") for d in ("all-gather", "dense")]
-    return [(model, str(Layout.parse(line))) for model, line in dict.fromkeys(found)]
+    found += [("mixtral", f"dp={n} ep={min(n, 4)} dispatch={d}") for d in ("all-gather", "dense")]
+    return _lines(found)
 
 
-def _checks(part: str, ranks: int, dtype: str) -> Job:
-    return Job(part, ranks, tuple(check_items(part, ranks, dtype, check_layouts(ranks))), FEW_BUFFERS)
+def _lines(found: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(model, str(Layout.parse(line))) for model, line in found]
 
 
-def check_items(part: str, ranks: int, dtype: str, cases: Iterable[tuple[str, str]]) -> Iterator[Item]:
-    for model, line in cases:
-        yield Item(part, "check", f"{model} {line}", ranks, line, model, dtype=dtype, limit=45.0)
+def _checks(part: str, ranks: int, dtype: str, cases: Iterable[tuple[str, str]]) -> Job:
+    items = (
+        Item(part, "check", f"{model} {line}", ranks, line, model, dtype=dtype, limit=45.0) for model, line in cases
+    )
+    return Job(ranks, tuple(items), FEW_BUFFERS)
 
 
 # ----------------------------------------------------------------------------------------------------------------- speed
+
+# As its documentation asks for, so that its collectives begin before the products beside which they run.
+MEGATRON = (("CUDA_DEVICE_MAX_CONNECTIONS", "1"),)
 
 
 def _data(n: int, s: Sizes) -> list[Job]:
@@ -178,26 +196,23 @@ def _data(n: int, s: Sizes) -> list[Job]:
         Item("data", "train", "ZeRO-1", n, f"dp={n} zero=1", rows=rows, seq=s.seq),
     )
     peer = Item("data", "megatron", "Megatron-core, distributed optimizer", n, f"dp={n} zero=1", rows=rows, seq=s.seq)
-    return [Job("data", n, ours), Job("data", n, (peer,))]
+    return [Job(n, ours), Job(n, (peer,), MEGATRON)]
 
 
 def _tensor(gpus: int, s: Sizes) -> list[Job]:
     made = []
-    for n in sorted({2, gpus, 4} & set(range(2, gpus + 1)), key=[2, 8, 4].index):
-        ours = (
-            Item("tensor", "train", ONE, n, "dp=1", rows=s.rows, seq=s.seq),
-            Item("tensor", "train", f"TP={n} with SP", n, f"tp={n} sp", rows=s.rows * n, seq=s.seq),
-        )
-        made.append(Job("tensor", n, ours))
+    for n in [n for n in (2, 8, 4) if n <= gpus]:
+        rows, line = s.rows * n, f"tp={n} sp"
+        items = [Item("tensor", "train", ONE, n, "dp=1", rows=s.rows, seq=s.seq)]
+        items.append(Item("tensor", "train", f"TP={n} with SP", n, line, rows=rows, seq=s.seq))
         if n == 2:
-            line = f"tp={n} sp"
-            peer = Item("tensor", "megatron", f"Megatron-core TP={n} with SP", n, line, rows=s.rows * n, seq=s.seq)
-            # under which its collectives run beside products, as its documentation asks for
-            made.append(Job("tensor", n, (peer,), (("CUDA_DEVICE_MAX_CONNECTIONS", "1"),)))
-            cut = Item(
-                "tensor", "train", f"TP={n}, products in 2", n, f"tp={n} sp overlap=2", rows=s.rows * n, seq=s.seq
+            items.append(
+                Item("tensor", "train", f"TP={n}, products in 2", n, f"{line} overlap=2", rows=rows, seq=s.seq)
             )
-            made[0] = dataclasses.replace(made[0], items=(*ours, cut))
+        made.append(Job(n, tuple(items)))
+        if n == 2:
+            peer = Item("tensor", "megatron", f"Megatron-core TP={n} with SP", n, line, rows=rows, seq=s.seq)
+            made.append(Job(n, (peer,), MEGATRON))
     return made
 
 
@@ -214,7 +229,7 @@ def _context(n: int, s: Sizes) -> list[Job]:
         Item("context", "train", f"CP, {c}", n, f"cp={n} context={c}", rows=rows, seq=s.long_seq, whole=False)
         for c in CONTEXTS
     ]
-    return [Job("context", n, tuple(items))]
+    return [Job(n, tuple(items))]
 
 
 def _experts(n: int, s: Sizes) -> list[Job]:
@@ -223,7 +238,7 @@ def _experts(n: int, s: Sizes) -> list[Job]:
         Item("experts", "train", f"{ONE}, experts", n, "dp=1", "experts", s.rows, s.seq, whole=False),
         Item("experts", "train", f"EP={n}", n, f"dp={n} ep={n}", "experts", rows, s.seq, whole=False),
     )
-    return [Job("experts", n, items)]
+    return [Job(n, items)]
 
 
 def _pipeline(n: int, s: Sizes) -> list[Job]:
@@ -232,7 +247,7 @@ def _pipeline(n: int, s: Sizes) -> list[Job]:
     for schedule in ("1f1b", "zbv"):
         line = str(Layout.parse(f"pp={n} micro={rows} schedule={schedule}"))
         items.append(Item("pipeline", "train", f"PP={n}, {schedule}", n, line, rows=rows, seq=s.seq))
-    return [Job("pipeline", n, tuple(items))]
+    return [Job(n, tuple(items))]
 
 
 def reference_of(item: Item, sizes: Sizes) -> str:

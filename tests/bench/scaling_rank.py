@@ -8,7 +8,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,16 @@ def main(job: dict[str, Any]) -> None:
     device = init_distributed(job["device"], timeout=120.0)
     rank = Rank(device, SMALL if job["small"] else LARGE, Path(job["out"]))
     rank.tell(about=_about(device))
+    work(items, rank, job["until"])
+    rank.meet()
+    close_distributed()
+
+
+def work(items: Sequence[Item], rank: Rank, until: float) -> None:
+    """The items in turn; none begins behind a time. A failure other than a UserError is raised: the processes may be out of
+    step then."""
     for item in items:
-        if not rank.first_says(time.time() < job["until"]):
+        if not rank.first_says(time.time() < until):
             rank.tell(skipped=item.key)
             continue
         rank.tell(begun=item.key)
@@ -106,10 +114,8 @@ def main(job: dict[str, Any]) -> None:
             row = {"failed": str(error)}
         rank.tell(row={**dataclasses.asdict(item), **row, "seconds": time.perf_counter() - start}, key=item.key)
         gc.collect()
-        if device.type == "cuda":
+        if rank.device.type == "cuda":
             torch.cuda.empty_cache()
-    rank.meet()
-    close_distributed()
 
 
 def _about(device: torch.device) -> dict[str, str]:
@@ -137,9 +143,10 @@ def check(item: Item, rank: Rank) -> dict[str, Any]:
         device=rank.device.type,
         checks=("init", "gradients", optimizer),
     )
-    everyone = rank.gather((found.ok, found.worst.error, f"{found.worst.what} {found.worst.leaf}", str(found)))
-    ok, error, leaf, message = min(everyone, key=lambda x: (x[0], -x[1]))  # the worst
-    return {"ok": ok, "error": error, "leaf": leaf, **({} if ok else {"message": message})}
+    worst = found.worst
+    everyone = rank.gather((found.ok, worst.share, worst.error, f"{worst.what} {worst.leaf}", str(found)))
+    ok, share, error, leaf, message = min(everyone, key=lambda x: (x[0], -x[1]))
+    return {"ok": ok, "share": share, "error": error, "leaf": leaf, **({} if ok else {"message": message})}
 
 
 # ----------------------------------------------------------------------------------------------------------------- speed
