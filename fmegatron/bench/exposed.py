@@ -54,7 +54,8 @@ def communicates(name: str) -> bool:
 
 def communication(kernels: Iterable[tuple[str, float, float]]) -> Communication:
     """Of kernels (name, start, end), in the unit of these."""
-    sent, others = [], []
+    sent: list[Interval] = []
+    others: list[Interval] = []
     for name, start, end in kernels:
         (sent if communicates(name) else others).append((start, end))
     every = merged([*sent, *others])

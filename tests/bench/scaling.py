@@ -5,16 +5,16 @@ beside one GPU, Megatron-core and what the planner predicts?
     python tests/bench/scaling.py --gpus 4 --minutes 3 --parts data,tensor
     python tests/bench/scaling.py --gpus 2 --device cpu --small   # every part at tiny sizes on gloo, to see that it runs
 
-Parts: check (layouts of each parallelism against one device, in float64; check-more and check-bf16: further ones), data (FSDP, ZeRO-1), tensor (TP with SP), context (32k tokens: ring,
-gather, Ulysses), experts (a mixture with experts over all GPUs), pipeline (1F1B and zero-bubble), drawn (layouts at
-random). The work is the 3.02B of `fmegatron bench`, 4 × 4096 tokens for each GPU, bfloat16, in eager mode; Megatron-core takes part
-where it is installed (with transformer-engine).
+Parts: check (layouts of each parallelism against one device, in float64), data (FSDP, ZeRO-1), tensor (TP with SP), context (sequences
+of 32k tokens: ring, gather, Ulysses), experts (a mixture with its experts over all GPUs), pipeline (1F1B and zero-bubble); then
+further layouts: check-more, check-bf16, drawn (at random). The work is the 3.02B of `fmegatron bench`, 4 × 4096 tokens for each GPU,
+bfloat16, eager; Megatron-core takes part where it is installed (with transformer-engine).
 
-A part's jobs are processes of their own, started by `fmegatron.launch`, with a limit for each item: one that fails or hangs is told and
-left out, and those behind it begin anew. Times are medians of rounds, each of the slowest GPU; "rate" is tokens/s for each GPU, as a
-part of what one GPU reaches alone (all GPUs at once, in the same run). "exposed" is time in which kernels of NCCL run and
-nothing else does, in a traced step, the mean of the GPUs; waiting for peers counts, and so a pipeline's bubble. Multicast over NVLink is off
-(NCCL_NVLS_ENABLE=0). The exit code is 1 where something failed or is wrong, whatever the aims say.
+Items run in processes that `fmegatron.launch` starts, each with a limit: one that fails or hangs is told and left out, and those
+behind it begin anew. Times are medians of rounds, each of the slowest GPU. "rate" is the model's floating-point operations a second
+of each GPU, as a part of what one reaches by itself (all at once, in the same run). "exposed" is time in which kernels of NCCL run
+and nothing else does, in a traced step, the mean of the GPUs; waiting for peers counts, and so a pipeline's bubble. Multicast over
+NVLink is off. The exit code is 1 where something failed or is wrong, whatever the aims say.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ LEAST = 30.0  # seconds without which no job begins
 LEAVE = 15.0  # seconds that they may take to end
 POLL = 0.2
 GIB = float(1 << 30)
+# Of NVLink, in NCCL, torch and NVSHMEM: not every host has it in order.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
 def main() -> int:
@@ -170,7 +172,7 @@ class Run:
         told = {"ranks": job.ranks, "items": [dataclasses.asdict(i) for i in todo.values()], "until": until}
         told |= {"device": self.a.device, "small": self.a.small, "out": str(out)}
         path.write_text(json.dumps(told), encoding="utf-8")
-        environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "NCCL_DEBUG": "WARN", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **NO_MULTICAST, "NCCL_DEBUG": "WARN", "PYTHONUNBUFFERED": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment |= dict(job.environment)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

@@ -84,7 +84,7 @@ class Item:
     seq: int = 0
     whole: bool = True
     dtype: str = "float64"
-    limit: float = 75.0
+    limit: float = 90.0
 
     @property
     def alone(self) -> bool:
