@@ -110,8 +110,8 @@ class Reducer:
 
     Those of a layer go together as soon as it has all of them, and are waited for when the next layer has its own. A
     large leaf outside the layers goes alone and at once; a small one, such as the last norm, with the next that go.
-    take: (number of the leaf, reduced gradient), called for every leaf. wait=False: nothing is waited for until the end, for
-        gradients that are all there already and other work that follows.
+    take: (number of the leaf, reduced gradient), called for every leaf. wait=False: nothing is waited for until the end, where
+        other ranks wait for what this one does next, as in a pipeline.
     """
 
     def __init__(
