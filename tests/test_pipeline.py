@@ -215,7 +215,7 @@ INSIDE = [
     Case("1f1b", "pp=2,tp=2", 3, rules=(("sequence_parallel", True),), model=(("tied", True),)),
     Case("1f1b", "pp=2,dp=2", 3, rules=(("zero", 1),), model=(("tied", True), ("dropout", 0.3))),
     Case("zbh1", "dp=2,pp=2", 4, rules=(("zero", 2),), model=(("tied", True),)),
-    Case("dualpipev", "pp=2,dp=2", 4, rules=(("zero", 3),)),
+    Case("dualpipev", "pp=2,dp=2", 4, rules=(("zero", 3),), model=(("tied", True),)),
     Case("interleaved", "pp=2,dp=2", 4, 2, rules=(("zero", 3),), model=(("tied", True),)),
     Case("gpipe", "tp=2,pp=2", 3, rules=(("sequence_parallel", True),), model=(("tied", True),)),
     Case("bfs", "pp=2,dp=2", 3, 2, rules=(("zero", 1),)),

@@ -63,8 +63,8 @@ class Pool:
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """function(*args) on every rank: the list of results.
 
-        Raises RuntimeError with a failing rank's traceback, or the signal that killed it, and TimeoutError after `timeout` seconds; both end the
-        pool, since its collectives may be out of step.
+        Raises RuntimeError with a failing rank's traceback, or the signal that killed it, and TimeoutError after `timeout`
+        seconds; both end the pool, since its collectives may be out of step.
         """
         call = pickle.dumps((function.__module__, function.__qualname__, args))
         for pipe in self.pipes:
