@@ -72,7 +72,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, help="how many to use; by default all")
+    parser.add_argument("--gpus", type=int, help="2, 4 or 8; by default as many as there are")
     parser.add_argument("--parts", default=",".join(PARTS), help="some of them, behind commas")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -97,7 +97,7 @@ def _check(a: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     import torch
 
     there = torch.cuda.device_count() if a.device == "cuda" else 0
-    a.gpus = a.gpus or there or 2
+    a.gpus = a.gpus or max((n for n in (2, 4, 8) if n <= there), default=2)
     if a.gpus not in (2, 4, 8):
         parser.error(f"--gpus {a.gpus}: must be 2, 4 or 8")
     if a.device == "cuda" and there < a.gpus:

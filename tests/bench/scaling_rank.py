@@ -84,14 +84,13 @@ class Rank:
 def main(job: dict[str, Any]) -> None:
     """Works through a job, as `scaling.py` writes it."""
     items = [Item(**fields) for fields in job["items"]]
-    if any(i.kind == "megatron" for i in items) and job["device"] == "cuda":
-        with contextlib.suppress(
-            ImportError
-        ):  # it brings another cuDNN frontend: imported before torch first uses cuDNN
-            import transformer_engine.pytorch  # noqa: F401
     if job["device"] == "cpu":
         torch.set_num_threads(1)
     device = init_distributed(job["device"], timeout=120.0)
+    if device.type == "cuda" and any(i.kind == "megatron" for i in items):
+        # behind the choice of this process's GPU; before torch first uses cuDNN, of which it brings another frontend
+        with contextlib.suppress(Exception):  # then its items are left out
+            import transformer_engine.pytorch  # noqa: F401
     rank = Rank(device, SMALL if job["small"] else LARGE, Path(job["out"]))
     rank.tell(about=_about(device))
     work(items, rank, job["until"])
