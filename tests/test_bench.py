@@ -163,6 +163,8 @@ def test_bytes_count_a_storage_once():
         ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90>>", kernels.ATTENTION),
         ("void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Kernel_traits>", kernels.NORM),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2", kernels.NORM),
+        ("_norm_backward", kernels.NORM),
+        ("aten::linalg_vector_norm", kernels.OPTIMIZER),
         ("triton_poi_fused_mul_silu_4", kernels.ACTIVATION),
         ("triton_poi_fused__to_copy_mul_sigmoid_sub_7", kernels.ACTIVATION),
         ("void transformer_engine::gated_kernels::cast_bf16_gated_kernel<true>", kernels.ACTIVATION),

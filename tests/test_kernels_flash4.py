@@ -91,6 +91,13 @@ def test_an_older_flash_attn_is_not_it(tmp_path, monkeypatch):
     assert flash4.find()
 
 
+def test_a_package_without_what_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)  # an import of it fails
+    q = torch.zeros(1, 8, 2, 128, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match=r"cannot be imported .*fmegatron\[kernels\].*--kernels torch"):
+        flash4.forward(q, q, q, causal=True)
+
+
 def plain(q, k, v, seen, scale, softcap):
     """(o, lse[batch heads seq]) of q[batch seq heads head]."""
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))

@@ -19,7 +19,7 @@ RULES = (
     (GEMM, r"gemm|nvjet|splitk|cublas|scaled_mm|aten::(mm|bmm|addmm|baddbmm)\b|triton_tem_|mkldnn|gemv"),
     (OPTIMIZER, r"multi_tensor|adam|l2_?norm|lp_?norm|foreach|vector_norm"),
     (LOSS, r"cross_entropy|softmax|nll_loss|logsumexp|loss"),
-    (NORM, r"rms_?norm|layer_?norm|rsqrt|ln_(fwd|bwd)"),
+    (NORM, r"rms_?norm|layer_?norm|rsqrt|ln_(fwd|bwd)|^_norm_(forward|backward)"),
     (ACTIVATION, r"silu|swiglu|gelu|geglu|_glu|sigmoid|relu|tanh|gated|dact"),
     (ROTARY, r"rope|rotary"),
     (GEMM, r"cutlass|xmma|wgmma"),

@@ -11,6 +11,7 @@ FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps the results for later runs.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 from pathlib import Path
@@ -80,6 +81,17 @@ def _shaped(q: Tensor) -> bool:
     return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in HEADS
 
 
+def _interface() -> Any:
+    """The package's own functions. Raises UserError where it is there without what it needs."""
+    try:
+        return importlib.import_module("flash_attn.cute.interface")
+    except ImportError as error:
+        raise UserError(
+            f"flash-attn-4 is installed and cannot be imported ({error}): pip install 'fmegatron[kernels]' brings the "
+            'versions that go together; or leave it out with attention(kernel="torch"), which is --kernels torch of train'
+        ) from error
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """(o, lse): q[batch seq heads head], lse[batch heads seq], fp32; of documents one behind another q[tokens heads
     head], lse[heads tokens].
@@ -87,9 +99,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     options, in its own words: causal, softmax_scale, softcap (None: without), window_size_left and -_right, cu_seqlens_q
     and -_k, max_seqlen_q and -_k.
     """
-    from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found, unused-ignore]
-
-    o, lse, *_ = _flash_attn_fwd(*(t.detach() for t in (q, k, v)), return_lse=True, **options)
+    o, lse, *_ = _interface()._flash_attn_fwd(*(t.detach() for t in (q, k, v)), return_lse=True, **options)
     return o, lse
 
 
@@ -97,8 +107,6 @@ def backward(
     go: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gq, gk, gv); shapes and options as of `forward`."""
-    from flash_attn.cute.interface import _flash_attn_bwd  # type: ignore[import-not-found, unused-ignore]
-
     softcap = options.pop("softcap", None) or 0.0
-    gq, gk, gv = _flash_attn_bwd(*(t.detach() for t in (q, k, v, o, go, lse)), softcap=softcap, **options)
+    gq, gk, gv = _interface()._flash_attn_bwd(*(t.detach() for t in (q, k, v, o, go, lse)), softcap=softcap, **options)
     return gq, gk, gv
