@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fmegatron import collectives
-from fmegatron.collectives import COST, Step, packed, run_step, unpacked
+from fmegatron.collectives import COST, NarrowSum, Step, packed, run_step, unpacked, wire_of
 from fmegatron.mesh import Mesh
 from fmegatron.simulation import lift
 
@@ -36,7 +36,7 @@ class Moving:
         self.values: list[Any] = [lift(x, mesh.world) for x in xs] if mesh.simulated else list(xs)
         self.kinds = [(x.dtype, x.device) for x in self.values]
         self.plans = [list(plan) for plan in plans]
-        self.pending: list[tuple[list[int], list[torch.Size], torch.Tensor]] = []
+        self.pending: list[tuple[list[int], list[torch.Size], torch.Tensor | NarrowSum]] = []
         self._issue()
 
     def finish(self) -> list[torch.Tensor]:
@@ -44,7 +44,7 @@ class Moving:
         while self.pending:
             arrived, self.pending = self.pending, []
             for members, shapes, flat in arrived:
-                self._take(members, shapes, collectives.end(flat))
+                self._take(members, shapes, flat.finish() if isinstance(flat, NarrowSum) else collectives.end(flat))
             self._issue()
         return self.values
 
@@ -62,21 +62,32 @@ class Moving:
         later = {self._key(i, step) for i, plan in enumerate(self.plans) for step in plan[1:]}
         ready = [key for key in groups if key not in later] or list(groups)[:1]
         for key in ready:
-            parts = [packed(self.values[i], self.mesh, self.plans[i][0]) for i in groups[key]]
+            collective, axes, dtype, _, wire = key
+            parts = [packed(self.values[i], self.mesh, self.plans[i][0]).to(dtype) for i in groups[key]]
             shapes = [part.shape for part in parts]
             for i in groups[key]:
                 self.values[i] = None
-            flat = _joined(key[0], parts)
+            flat = _joined(collective, parts)
             del parts  # what is under way is one tensor
-            self.pending.append((groups[key], shapes, collectives.begin(key[0], flat, self.mesh, key[1])))
+            started: torch.Tensor | NarrowSum
+            if wire is None:
+                started = collectives.begin(collective, flat, self.mesh, axes)
+            else:
+                started = NarrowSum(collective, flat, self.mesh, axes, wire)
+            self.pending.append((groups[key], shapes, started))
 
     def _key(self, i: int, step: Step) -> tuple[Any, ...]:
-        return COST[step.kind], step.axes, *self.kinds[i]
+        """What leaves share that go in one collective."""
+        wire = wire_of(step)
+        dtype, device = self.kinds[i]
+        return COST[step.kind], step.axes, dtype if wire is None else wire.sent, device, wire
 
     def _take(self, members: list[int], shapes: list[torch.Size], flat: torch.Tensor) -> None:
         """The parts of a flat result as the values behind their steps."""
         flat = flat.view(flat.shape[0], -1) if len(members) > 1 else flat
         steps = [self.plans[i].pop(0) for i in members]
+        for i in members:
+            self.kinds[i] = (flat.dtype, flat.device)  # a sum may be in a wider dtype than its summands
         if len(members) == 1:
             self.values[members[0]] = unpacked(flat, self.mesh, steps[0])
             return

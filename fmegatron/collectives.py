@@ -76,6 +76,13 @@ Orders = tuple[tuple[int, int], ...]
 Uneven = tuple[tuple[int, int], ...]
 
 
+class Wire(NamedTuple):
+    """How the summands of a sum over ranks travel: rounded to one dtype, and added in another where they arrive."""
+
+    sent: torch.dtype
+    summed: torch.dtype
+
+
 class Step(NamedTuple):
     """One arrow over several axes at once, which is one collective on their flattened group."""
 
@@ -85,11 +92,12 @@ class Step(NamedTuple):
     enters: Held  # dims that start to be
     zigzag: Orders = ()  # dims whose order changes with it
     uneven: Uneven = ()  # dims among them whose size does not divide
+    wire: Wire | None = None  # of its sum, or its dual's; None: the network adds, in the value's own dtype
 
 
 def dual(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """The steps of the backward."""
-    return tuple(Step(DUAL[s.kind], s.axes, s.enters, s.leaves, s.zigzag, s.uneven) for s in reversed(steps))
+    return tuple(Step(DUAL[s.kind], s.axes, s.enters, s.leaves, s.zigzag, s.uneven, s.wire) for s in reversed(steps))
 
 
 class Move(torch.autograd.Function):
@@ -182,7 +190,14 @@ def run_step(x: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
         return x
     if kind not in DUAL:
         raise ShardingError(f"{kind} is no arrow")
+    if (wire := wire_of(step)) is not None:
+        return unpacked(NarrowSum(COST[kind], packed(x, mesh, step), mesh, axes, wire).finish(), mesh, step)
     return unpacked(end(begin(COST[kind], packed(x, mesh, step), mesh, axes)), mesh, step)
+
+
+def wire_of(step: Step) -> Wire | None:
+    """How the summands of a step travel; None for one that adds nothing, or whose sum is the network's."""
+    return step.wire if COST[step.kind] in ("all-reduce", "reduce-scatter") else None
 
 
 def packed(x: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
@@ -215,6 +230,31 @@ def begin(collective: str, x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -
 def end(x: torch.Tensor) -> torch.Tensor:
     """Waits for what `begin` gave."""
     return functional.wait_tensor(x)
+
+
+class NarrowSum:
+    """A sum over ranks on its way whose summands travel in a narrow dtype and are added in a wide one.
+
+    Each rank owns a part of the sum and receives the others' summands of it, by an all-to-all; for an all-reduce the sums
+    are then gathered in the narrow dtype, so that all ranks, the owner too, have the same. Packed values as for `begin`.
+    """
+
+    def __init__(self, collective: str, x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...], wire: Wire) -> None:
+        self.mesh, self.axes, self.wire = mesh, axes, wire
+        self.shape = x.shape if collective == "all-reduce" else None
+        x = x.to(wire.sent)
+        if self.shape is not None:
+            n = mesh.size(axes)
+            x = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % n)).view(n, -1)
+        self.sent = begin("all-to-all", x, mesh, axes)
+
+    def finish(self) -> torch.Tensor:
+        """The sum, in the wide dtype: [1, …] of what this rank owns, or the whole one."""
+        own = end(self.sent).sum(0, keepdim=True, dtype=self.wire.summed)
+        if self.shape is None:
+            return own
+        whole = end(begin("all-gather", own.to(self.wire.sent), self.mesh, self.axes))
+        return whole.reshape(-1)[: self.shape.numel()].view(self.shape).to(self.wire.summed)
 
 
 def begin_exchange(xs: Sequence[torch.Tensor], mesh: Mesh, axes: tuple[str, ...], *, back: bool = False) -> Exchange:

@@ -212,6 +212,9 @@ class PrecisionConfig:
     """Format of matrix products; None: bfloat16 on a GPU, else that of the parameters."""
     reduce: Dtype | None = None
     """Format in which gradients are summed over ranks; None: float32, or wider parameters' own."""
+    wire: Dtype | None = None
+    """Format in which gradients travel between ranks, each of which adds what it receives in that of --precision.reduce: with
+    bfloat16 half the bytes, and one rounding of each rank's gradient; None: the network adds, in --precision.reduce."""
     master: Dtype | None = None
     """Format of the optimizer's own copy of the parameters; None: float32 where the parameters are narrower and are not
     rounded stochastically, else no copy. The parameters' own format: no copy."""

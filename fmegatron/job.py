@@ -275,8 +275,12 @@ def make_precision(config: TrainConfig, device: torch.device) -> Precision:
     compute = p.compute or ("bfloat16" if device.type == "cuda" else None)
     narrow = params.itemsize < torch.float32.itemsize
     master = p.master or ("float32" if narrow and not p.stochastic_rounding else None)
-    compute_, reduce, master_ = (None if d is None else dtype_of(d) for d in (compute, p.reduce, master))
-    return Precision(params, compute_, reduce, master_, make_fp8(config))
+    compute_, reduce, master_, wire = (None if d is None else dtype_of(d) for d in (compute, p.reduce, master, p.wire))
+    fp8 = make_fp8(config)
+    try:
+        return Precision(params, compute_, reduce, master_, fp8, wire)
+    except UserError as error:
+        raise UserError(f"--precision.wire {p.wire}: {error}") from None
 
 
 def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:

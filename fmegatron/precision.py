@@ -43,6 +43,11 @@ class Precision:
     compute: what equations read; None means as `params`. Parameters are cast before they are gathered.
     reduce: gradients while they are summed over ranks and microbatches; None means fp32, or as compute when that is
         wider.
+    wire: gradients of parameters while they travel between ranks; None means as `reduce`, and that the network's own
+        sum is used. Else each rank rounds its summands to `wire` and sends them to the ranks that own the sums, which
+        add what they receive in `reduce` (Megatron-LM's reduce-scatter with fp32 accumulation): one rounding a term,
+        where a sum in `wire` rounds every partial sum. A sum that all ranks need is gathered in `wire`: one rounding
+        more, and the bytes of an all-reduce in `wire`. A `Param` with a dtype of its own keeps the dtype of its sum.
     master: the copy that the optimizer updates; None means `params`. A wider copy lives in the optimizer's state
         (`optim.with_master`).
     fp8: how products with weights run in fp8; None: in `compute`.
@@ -56,6 +61,20 @@ class Precision:
     reduce: torch.dtype | None = None
     master: torch.dtype | None = None
     fp8: Fp8 | None = None
+    wire: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.wire is None:
+            return
+        if torch.promote_types(self.wire, self.reduce_dtype) != self.reduce_dtype:
+            raise UserError(
+                f"wire={dtype_name(self.wire)} does not fit into reduce={dtype_name(self.reduce_dtype)}, in which gradients are "
+                "summed: choose a wire that is narrower, or a wider reduce"
+            )
+        if self.wire == torch.float16 and not self.needs_loss_scale:
+            raise UserError(
+                "wire=float16 is for fp16 products, whose loss scale keeps gradients in its range: use bfloat16"
+            )
 
     @property
     def compute_dtype(self) -> torch.dtype:

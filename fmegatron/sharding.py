@@ -23,7 +23,7 @@ import torch
 
 from fmegatron import layout as lay
 from fmegatron import tree, uneven
-from fmegatron.collectives import LargestOverRanks, Move, Step, dual, run_step
+from fmegatron.collectives import LargestOverRanks, Move, Step, Wire, dual, run_step
 from fmegatron.dtensor import DTensor
 from fmegatron.equations import Side, dot_form, parse_equation, parse_side, reduced_dims
 from fmegatron.errors import ShardingError
@@ -450,6 +450,12 @@ class Sharding:
             else self.precision.reduce_dtype
         )
 
+    def _by_wire(self, param: Param, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """Arrows whose sums, or whose duals' sums, are of a parameter's gradient: how their summands travel."""
+        if self.precision.wire is None or param.dtype is not None:
+            return steps
+        return tuple(s._replace(wire=Wire(self.precision.wire, self.reduce_dtype(param))) for s in steps)
+
     @property
     def device(self) -> torch.device:
         """Where new tensors are made."""
@@ -625,7 +631,7 @@ class Sharding:
         steps = (*self._filling(param, at_rest), *steps)
         if self.delayed:  # an arrow that costs nothing; its backward is the sum that is left for later
             steps = tuple(step for step in steps if step.kind != "I>R")
-        return steps, source, target
+        return self._by_wire(param, steps), source, target
 
     def _plan_optimizer(self, param: Param, what: str) -> tuple[Step, ...]:
         assert self.mesh is not None
@@ -641,9 +647,8 @@ class Sharding:
         if what == "settle" and self.delayed:
             _, source, target = self._plan_use(param)
             rest = {a: "P" if t == "I" and target[a] == "R" else t for a, t in source.items()}
-        return self._filled_between(
-            param, lay.steps_between(self.mesh, rest, cut, here, there, f"gradient of {param.dims!r}")
-        )
+        steps = lay.steps_between(self.mesh, rest, cut, here, there, f"gradient of {param.dims!r}")
+        return self._filled_between(param, self._by_wire(param, steps))
 
     def _filling(self, param: Param, at_rest: lay.HeldBy) -> tuple[Step, ...]:
         """The step that makes the shards of a parameter at rest equally large on all ranks."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fmegatron import buckets, tree
-from fmegatron.collectives import COST, Move
+from fmegatron.collectives import COST, Move, wire_of
 from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function, under_torch_func
@@ -299,7 +299,8 @@ def moving(xs: Sequence[Any], params: Sequence[Param], sh: Sharding, what: str) 
     """Begins to take leaves through their arrows (`Sharding.steps_of`), in as few collectives as there are axes and
     dtypes, without a graph. The function that comes back waits for them and gives the local tensors.
 
-    Parameters that enter are cast before, gradients that leave or settle are summed in `precision.reduce`.
+    Parameters that enter are cast before, gradients that leave or settle are summed in `precision.reduce`, and travel in
+    `precision.wire`.
     """
     plans = [sh.steps_of(p, what) for p in params]
     flat = [leaves.local_of(x).detach() for x in xs]
@@ -310,6 +311,8 @@ def moving(xs: Sequence[Any], params: Sequence[Param], sh: Sharding, what: str) 
             dtype = sh.compute_dtype(p)
         elif what == "leave" and steps or any(step.kind[0] == "P" for step in steps):
             dtype = sh.reduce_dtype(p)
+            if x.dtype in [wire.sent for step in steps[:1] if (wire := wire_of(step)) is not None]:
+                dtype = x.dtype  # it is sent as it is, and what comes is in the wide dtype
         behind.append({"enter": dtype, "leave": sh.param_dtype(p)}.get(what, x.dtype))
         flat[i] = x.to(dtype)
     started = None if sh.mesh is None else buckets.start(sh.mesh, flat, plans)

@@ -325,6 +325,58 @@ def test_what_ran_is_what_the_formulas_say(line):
     assert counted(line) == added(list(itertools.chain.from_iterable(f(layout) for f in FORMULAS[line])))
 
 
+def by_wire(cost: Cost, sizes: list[tuple[str, str, int, list[int]]]) -> Cost:
+    """The same with gradients in bfloat16 and added where they arrive: a reduce-scatter is an all-to-all of half the bytes,
+    an all-reduce one and an all-gather, of buckets filled up to a multiple of the ranks. sizes: (kind, axes, ranks,
+    elements of each bucket) of the sums that these take the place of."""
+    found = [(kind, axes, -count, -size) for kind, axes, count, size in replaced(sizes)]
+    for kind, axes, ranks, buckets in sizes:
+        sent = 2 * sum(-(-n // ranks) * ranks for n in buckets)
+        for one in ("all-to-all", *(["all-gather"] if kind == "all-reduce" else [])):
+            found.append((one, axes, len(buckets), sent))
+    return cost + found
+
+
+def replaced(sizes: list[tuple[str, str, int, list[int]]]) -> Cost:
+    return [(kind, axes, len(buckets), FLOAT * sum(buckets)) for kind, axes, _, buckets in sizes]
+
+
+def buckets(parts: int = 1, tp: int = 1) -> list[int]:
+    """Elements of the buckets of `gradients`: the last layer goes with the last norm and the head, the embedding alone."""
+    layer, ends = layer_bytes(tp) // FLOAT, elements(tp)
+    held = [*[layer] * (LAYERS - 1), layer + ends["norm"] + ends["head"], ends["embed"]]
+    return [n // parts for n in held]
+
+
+def gathered_buckets() -> list[int]:
+    """Of `gathered`, in one microbatch."""
+    return [*[layer_bytes() // FLOAT] * LAYERS, *(end_bytes(*leaves) // FLOAT for leaves in ENDS)]
+
+
+WIRE = {
+    "dp=4 micro=2": ([data], [("all-reduce", "dp", 4, buckets())]),
+    "dp=3": ([data], [("all-reduce", "dp", 3, buckets())]),
+    "dp=4 zero=1 micro=2": ([zero_1], [("reduce-scatter", "dp", 4, buckets())]),
+    "dp=4 zero=2 micro=2": ([zero_2], [("reduce-scatter", "dp", 4, 2 * buckets())]),
+    "dp=4 zero=3": ([zero_3], [("reduce-scatter", "dp", 4, gathered_buckets())]),
+    "fsdp=2,dp=2 zero=3 store=fsdp micro=2": (
+        [hybrid],
+        [("reduce-scatter", "fsdp", 2, 2 * gathered_buckets()), ("all-reduce", "dp", 2, buckets(parts=2))],
+    ),
+    "cp=4": ([context, gather], [("all-reduce", "cp", 4, buckets())]),
+}
+
+
+@pytest.mark.parametrize("line", WIRE)
+def test_gradients_that_travel_in_bfloat16_are_half_the_bytes(line):
+    formulas, sizes = WIRE[line]
+    layout = Layout.parse(line)
+    found = ledger(MODEL, line, part="gradients", precision=Precision(wire=torch.bfloat16))
+    counts = {(e.kind, frozenset(e.axes)): (e.count, e.bytes) for e in found.entries}
+    cost = by_wire(list(itertools.chain.from_iterable(f(layout) for f in formulas)), sizes)
+    assert counts == {what: (n, size) for what, (n, size) in added(cost).items() if n}
+
+
 STEPS = {
     "tp=2": lambda layout: tensor(layout) + norms("tp"),
     "dp=4": data,

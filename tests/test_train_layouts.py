@@ -73,6 +73,19 @@ def test_twenty_steps_equal_those_of_one_process_in_float32(tmp_path, corpus, re
     torch.testing.assert_close(losses(out), reference("float32"), rtol=1e-4, atol=0)
 
 
+def test_gradients_that_travel_in_bfloat16_train_alike(tmp_path, corpus, reference) -> None:
+    """Each step's gradients are off by a rounding of each rank's, also in a run that goes on."""
+    out = tmp_path / "run"
+    given = (*ONE, "--mesh", "dp=2", "--zero", "1", "--precision.wire", "bfloat16")
+    assert on(2, flags(corpus, out, *given, steps=20), (8, "SIGTERM")) == 0
+    assert on(2, ["--out", str(out), "--resume"]) == 0
+    found, want = losses(out), reference("float32")
+    torch.testing.assert_close(found, want, rtol=2e-3, atol=0)
+    assert found[0] == pytest.approx(want[0], rel=1e-6)
+    assert 'wire = "bfloat16"' in (out / "config.toml").read_text()
+    assert max(abs(a / b - 1) for a, b in zip(found[1:], want[1:], strict=True)) > 1e-6
+
+
 def test_microbatches_change_nothing_with_dropout(tmp_path, corpus) -> None:
     """One, two and four of them on one process, and two on a mesh of four: in float64 the same run."""
     common = dict(steps=4, dropout=0.2, precision_params="float64")

@@ -507,6 +507,10 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         ("precision.loss-scale-minimum=9", "precision.loss-scale-initial=8", "precision.compute=float16"),
         "--precision.loss-scale-minimum 9.0 is above --precision.loss-scale-initial 8.0",
     ),
+    "a wide wire": (
+        ("precision.wire=float64",),
+        "--precision.wire float64: wire=float64 does not fit into reduce=float32",
+    ),
     "rounding of float32": (("precision.stochastic-rounding",), "--precision.stochastic-rounding rounds to bfloat16"),
     "rounding and copies": (
         (*BFLOAT16, "precision.stochastic-rounding", "precision.master=float32"),

@@ -435,6 +435,24 @@ def test_gradients_are_summed_in_the_stated_dtype(layout, reduce, name):
         assert {d for kind, _, d in found if kind == "all-gather"} == {"bfloat16"}
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n not in ("dp", "tp sp zero 2")),
+        "tp sp zero 2",
+    ],
+)
+def test_sums_of_what_was_sent_are_exact(layout):
+    """Pieces exchanged and added where they arrive (`Precision.wire`), in float64."""
+    sent = Precision(params=torch.float64, wire=torch.float64)
+    for error, _ in differences(layout, "adamw", sent, {"microbatches": 2}):
+        assert error < 1e-11
+    for found in processes(4).run(collectives_of, layout, 2, sent):
+        assert any(kind == "all-to-all" and "dp" in axes for kind, axes, _ in found)
+        assert not any(kind in ("all-reduce", "reduce-scatter") and "dp" in axes for kind, axes, _ in found)
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fmegatron.axes import PIPELINE, parse_axes
-from fmegatron.collectives import COST
+from fmegatron.collectives import COST, wire_of
 from fmegatron.errors import UserError
 from fmegatron.parallel.pipeline_stage import Ends, find_ends, inside_stage
 from fmegatron.parallel.stages import Stage, even, parse_layout
@@ -252,7 +252,16 @@ class Model:
                 elements = math.prod(_read_shape(sh, p))
             for step in steps:
                 cost, n = COST[step.kind], sh.mesh.size(step.axes)
-                if cost not in ("nothing", "slice"):
+                wire = wire_of(step)
+                if wire is not None:
+                    sends = [
+                        ("all-to-all", elements),
+                        *([("all-gather", elements // n)] if cost == "all-reduce" else ()),
+                    ]
+                    for kind, sent in sends:
+                        at = (kind, step.axes, n, wire.sent)
+                        sums[at] = sums.get(at, 0) + sent
+                elif cost not in ("nothing", "slice"):
                     at = (cost, step.axes, n, dtype)
                     sums[at] = sums.get(at, 0) + elements
                 elements = {"all-gather": elements * n, "reduce-scatter": elements // n, "slice": elements // n}.get(
