@@ -30,6 +30,7 @@ from fmegatron.precision import Precision
 from fmegatron.random import Key, fold_in, key
 from fmegatron.random import split as split_key
 from fmegatron.remat import names, nothing, offload, remat
+from fmegatron.replicas import ReplicaError, check_replicas
 from fmegatron.rules import Rules, standard_rules
 from fmegatron.sharding import Sharding, placements
 from fmegatron.simulation import per_rank, simulate
@@ -63,6 +64,7 @@ __all__ = [
     "Partial",
     "Pipeline",
     "Precision",
+    "ReplicaError",
     "Replicate",
     "Routed",
     "Routing",
@@ -77,6 +79,7 @@ __all__ = [
     "abstract",
     "accumulate",
     "check",
+    "check_replicas",
     "constant",
     "count",
     "cuda_graph",

@@ -424,6 +424,9 @@ class TrainConfig:
     """Keep the optimizer's state in host memory; it comes to the GPU a part at a time while it is updated."""
     debug: bool = False
     """On a loss or gradient that is not finite, find the operation where it arose (slow)."""
+    check_replicas: int = 0
+    """Every so many steps, and before a checkpoint is saved then, compare by hashes what several ranks hold of parameters and
+    optimizer state, bit by bit; a difference ends the run and names leaves and ranks. 0: never."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

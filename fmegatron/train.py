@@ -55,6 +55,7 @@ from fmegatron.offload import settle
 from fmegatron.optim import ema_params
 from fmegatron.parallel.routing_record import whole_record, write_record
 from fmegatron.precision import dtype_name
+from fmegatron.replicas import ReplicaError, check_replicas
 from fmegatron.report import Reporter, measure_matmul_flops
 from fmegatron.sharding import Sharding
 from fmegatron.signals import StopSignals, stop_signals
@@ -129,6 +130,9 @@ def run_here(config: TrainConfig, device: torch.device, start: float) -> int:
             state = loop.train(state)
         except NonFiniteError as error:
             loop.tell_non_finite(error)
+            return 1
+        except ReplicaError as error:
+            loop.tell_replicas(error)
             return 1
         report.end_progress()
         if state.step == config.steps and loop.finish(state):
@@ -434,6 +438,8 @@ class Loop:
             due = _due(state.step, config.eval.every) or _due(state.step, config.checkpoint.every)
             if last or stopping or due:
                 self.tell_all()  # before anything is kept: the step may not have been finite
+            if _due(state.step, config.check_replicas):
+                self.check_replicas(state)
             if last or stopping:
                 self.save(state)
             if _due(state.step, config.eval.every) and not last:
@@ -489,6 +495,13 @@ class Loop:
         sizes = self.run.model.config
         if load is not None and sizes.moe is not None:
             self.report.load(step, dict(zip(sizes.moe.layers(sizes.layers), load.long().tolist(), strict=True)))
+
+    def check_replicas(self, state: TrainState) -> None:
+        """Raises ReplicaError, on all ranks, where replicas differ; the row of the step is written before."""
+        self.tell_all()
+        settle()
+        pipe = self.run.pipe
+        check_replicas(state, self.run.sh.mesh, stages=None if pipe is None else pipe.group, step=state.step)
 
     def save(self, state: TrainState) -> None:
         settle()
@@ -616,6 +629,16 @@ class Loop:
         new = generate_tokens(model, params, [ids], **options)[0]  # type: ignore[arg-type]
         text = self.tokenizer.decode(ids + new)
         report.print("\nsample\n" + "\n".join("    " + line for line in text.splitlines()))
+
+    def tell_replicas(self, error: ReplicaError) -> None:
+        """Which leaves differ between which ranks, and from where to go on."""
+        self.report.end_progress()
+        found = checkpoint.latest(self.out)
+        newest = f"the newest checkpoint is {found}" if found else "there is no checkpoint yet"
+        self.report.print(
+            f"stopped: {error}. They held the same {self.config.check_replicas} steps before; {newest}. Memory, a kernel or the "
+            "network of one of these ranks may be at fault"
+        )
 
     def tell_non_finite(self, error: NonFiniteError) -> None:
         """The step and the first leaf, by --debug also where it arose, and from where to go on."""
