@@ -292,7 +292,7 @@ def _to_host(leaf: Tensor) -> Tensor:
 
 def _placed(host: Tensor, like: Tensor) -> Tensor:
     """A leaf like another whose local shard is in host memory, wherever its mesh is."""
-    return DTensor(host, like._spec, requires_grad=False) if isinstance(like, DTensor) else host
+    return type(like)(host, like._spec, requires_grad=False) if isinstance(like, DTensor) else host  # type: ignore[call-arg]
 
 
 def _lines(leaf: Tensor) -> int:

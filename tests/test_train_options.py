@@ -182,10 +182,10 @@ def test_what_a_graph_refuses(tmp_path, corpus) -> None:
 
 
 def test_two_ranks_equal_one(tmp_path, corpus) -> None:
-    """Muon on shards, an average of the weights, rates by leaf, both losses."""
+    """Muon on shards that rest in host memory, an average of the weights, rates by leaf, both losses."""
     given = options("optim.name=muon", "optim.ema=0.8", "loss.z-loss=1e-3", "optim.lr-scale=*.norm*=0.5")
     found = []
-    for world, mesh in ((1, ()), (2, ("--mesh", "dp=2", "--store", "dp"))):
+    for world, mesh in ((1, ()), (2, ("--mesh", "dp=2", "--store", "dp", "--offload-optimizer"))):
         out = tmp_path / str(world)
         wanted = flags(corpus, out, *given, *ONE, *mesh, steps=3, precision_params="float64")
         assert (go(wanted) if world == 1 else processes(2).run(go, wanted)[0]) == 0
