@@ -48,6 +48,10 @@ class Moving:
             self._issue()
         return self.values
 
+    def advance(self) -> bool:
+        """Begins the second half of sums whose first half is under way (`NarrowSum`): were there any?"""
+        return any([sum_.advance() for *_, sum_ in self.pending if isinstance(sum_, NarrowSum)])
+
     def _issue(self) -> None:
         """Take all steps that need no other rank, and issue the collectives of all steps that are next."""
         for i, plan in enumerate(self.plans):

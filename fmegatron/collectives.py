@@ -247,14 +247,27 @@ class NarrowSum:
             n = mesh.size(axes)
             x = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % n)).view(n, -1)
         self.sent = begin("all-to-all", x, mesh, axes)
+        self.gathered: torch.Tensor | None = None
+
+    def advance(self) -> bool:
+        """Waits for the summands and begins to gather the sums, where they are gathered and that has not begun: has it now?"""
+        if self.shape is None or self.gathered is not None:
+            return False
+        self.gathered = begin("all-gather", self._own().to(self.wire.sent), self.mesh, self.axes)
+        del self.sent
+        return True
 
     def finish(self) -> torch.Tensor:
         """The sum, in the wide dtype: [1, …] of what this rank owns, or the whole one."""
-        own = end(self.sent).sum(0, keepdim=True, dtype=self.wire.summed)
         if self.shape is None:
-            return own
-        whole = end(begin("all-gather", own.to(self.wire.sent), self.mesh, self.axes))
-        return whole.reshape(-1)[: self.shape.numel()].view(self.shape).to(self.wire.summed)
+            return self._own()
+        self.advance()
+        assert self.gathered is not None
+        whole = end(self.gathered).reshape(-1)[: self.shape.numel()]
+        return whole.view(self.shape).to(self.wire.summed)
+
+    def _own(self) -> torch.Tensor:
+        return end(self.sent).sum(0, keepdim=True, dtype=self.wire.summed)
 
 
 def begin_exchange(xs: Sequence[torch.Tensor], mesh: Mesh, axes: tuple[str, ...], *, back: bool = False) -> Exchange:

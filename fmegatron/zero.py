@@ -128,7 +128,7 @@ class Reducer:
         self.missing = Counter(layer for layer, w in zip(self.layer, wanted, strict=True) if w)
         self.open: dict[str, list[tuple[int, Any]]] = {}
         self.small: list[tuple[int, Any]] = []
-        self.started: list[tuple[list[int], Callable[[], list[Any]]]] = []
+        self.started: list[tuple[list[int], Arriving]] = []
 
     def add(self, i: int, g: Any) -> None:
         """The gradient of leaf i, which must come once."""
@@ -143,7 +143,7 @@ class Reducer:
         self.missing[layer] -= 1
         if not self.missing[layer]:
             if self.waits:
-                self.wait()
+                self.wait(halfway=True)
             self._start(self.open.pop(layer))
 
     def _start(self, more: Sequence[tuple[int, Any]] = ()) -> None:
@@ -151,10 +151,15 @@ class Reducer:
         self.small = []
         self.started.append((list(members), moving(xs, [self.params[i] for i in members], self.sh, "settle")))
 
-    def wait(self) -> None:
-        """Waits for all that is under way."""
-        while self.started:
-            members, arrive = self.started.pop(0)
+    def wait(self, halfway: bool = False) -> None:
+        """Waits for all that is under way; halfway: of sums that travel twice (`Precision.wire`) first for the first half, so
+        that the second runs beside what follows too."""
+        started, self.started = self.started, []
+        while started:
+            members, arrive = started.pop(0)
+            if halfway and arrive.advance():
+                self.started.append((members, arrive))
+                continue
             for i, x in zip(members, arrive(), strict=True):
                 self.take(i, x)
 
@@ -295,9 +300,24 @@ def _in_buckets_moved(xs: list[Any], params: list[Param], sh: Sharding, what: st
             yield from zip(done, wait(), strict=True)
 
 
-def moving(xs: Sequence[Any], params: Sequence[Param], sh: Sharding, what: str) -> Callable[[], list[Any]]:
+class Arriving:
+    """Leaves on their way: calling it waits for them and gives the local tensors."""
+
+    def __init__(self, started: buckets.Moving | None, here: list[Any], behind: list[torch.dtype]) -> None:
+        self.started, self.here, self.behind = started, here, behind
+
+    def __call__(self) -> list[Any]:
+        found = self.here if self.started is None else self.started.finish()
+        return [x.to(d) for x, d in zip(found, self.behind, strict=True)]
+
+    def advance(self) -> bool:
+        """Begins what follows on the first half of sums that travel twice: was there any?"""
+        return self.started is not None and self.started.advance()
+
+
+def moving(xs: Sequence[Any], params: Sequence[Param], sh: Sharding, what: str) -> Arriving:
     """Begins to take leaves through their arrows (`Sharding.steps_of`), in as few collectives as there are axes and
-    dtypes, without a graph. The function that comes back waits for them and gives the local tensors.
+    dtypes, without a graph. What comes back waits for them.
 
     Parameters that enter are cast before, gradients that leave or settle are summed in `precision.reduce`, and travel in
     `precision.wire`.
@@ -316,12 +336,7 @@ def moving(xs: Sequence[Any], params: Sequence[Param], sh: Sharding, what: str) 
         behind.append({"enter": dtype, "leave": sh.param_dtype(p)}.get(what, x.dtype))
         flat[i] = x.to(dtype)
     started = None if sh.mesh is None else buckets.start(sh.mesh, flat, plans)
-    here = flat if started is None else []  # what is under way holds what it needs
-
-    def arrive() -> list[Any]:
-        return [x.to(d) for x, d in zip(here if started is None else started.finish(), behind, strict=True)]
-
-    return arrive
+    return Arriving(started, flat if started is None else [], behind)  # what is under way holds what it needs
 
 
 def in_buckets(sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -248,6 +248,20 @@ def test_reductions_of_replicated_parameters_run_beside_the_backward(layout, pre
         assert events == [*expected, f"end {r}"]
 
 
+def test_both_halves_of_sums_that_are_sent_run_beside_the_backward():
+    """A rank's summands of block i are awaited when those of block i - 1 are there, and the gathered sums a block later."""
+    sent = Precision(params=torch.float64, wire=torch.float64)
+    x = "all-to-all"
+    expected = [
+        *("block 0", "block 1", "block 2", "backward 2", f"begin {x}", "done 2"),
+        *("backward 1", f"end {x}", f"begin {G}", f"begin {x}", "done 1"),
+        *("backward 0", f"end {G}", f"end {x}", f"begin {G}", f"begin {x}"),
+        *(f"end {G}", f"end {x}", f"begin {G}", f"end {G}"),
+    ]
+    for events in processes(4).run(events_of, "dp", "everything", None, sent):
+        assert events == expected
+
+
 LAYERS = 6
 
 
