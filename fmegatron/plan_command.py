@@ -61,6 +61,8 @@ class PlanConfig:
     """Of products. Parameters are in bf16 with a master copy in fp32, unless it is fp32."""
     grads: Literal["float32", "bfloat16"] = "float32"
     """Format in which gradients are summed."""
+    wire: Literal["bfloat16"] | None = None
+    """Format in which gradients travel between ranks, as train's --precision.wire; None: that of their sums."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Format of the optimizer's moments."""
     top: int = 8
@@ -95,7 +97,8 @@ def run(config: PlanConfig) -> int:
     half = torch.float32 if config.precision == "fp32" else torch.bfloat16
     fp8 = Fp8(config.precision.removeprefix("fp8-")) if config.precision.startswith("fp8") else None  # type: ignore[arg-type]
     grads = torch.float32 if config.grads == "float32" or half == torch.float32 else torch.bfloat16
-    precision = Precision(params=half, reduce=None if grads == torch.float32 else grads, fp8=fp8)
+    wire = None if config.wire is None else torch.bfloat16
+    precision = Precision(params=half, reduce=None if grads == torch.float32 else grads, fp8=fp8, wire=wire)
     moments = torch.float32 if config.moments == "float32" else torch.bfloat16
     master = None if half == torch.float32 else torch.float32
     flags = model_flags(config, model_name(train))

@@ -133,13 +133,23 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("line", LAYOUTS)
-def test_bytes_are_those_of_the_ledger(line):
+WIRE = Precision(wire=torch.bfloat16)  # gradients travel in it
+
+
+@pytest.mark.parametrize(
+    ("line", "precision"),
+    [
+        *((line, Precision()) for line in LAYOUTS),
+        ("dp=2,tp=2 sp zero=1 micro=2", WIRE),
+        ("fsdp=2,dp=2 zero=3 store=fsdp", WIRE),
+    ],
+)
+def test_bytes_are_those_of_the_ledger(line, precision):
     layout = Layout.parse(f"{line} seq=16")
     layout = dataclasses.replace(layout, rows=2 * layout.data * layout.micro)
-    s = Setting(layout, *layout.batch, Precision())
+    s = Setting(layout, *layout.batch, precision)
     mine = {(e.kind, e.axes): (e.bytes, e.sent) for e in entries(Model(Decoder(CONFIG)), s)}
-    assert mine == _by_kind(ledger(Decoder(CONFIG), layout).entries)
+    assert mine == _by_kind(ledger(Decoder(CONFIG), layout, precision=precision).entries)
 
 
 def _by_kind(found):

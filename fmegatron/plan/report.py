@@ -153,6 +153,7 @@ def command(setting: Setting, model: Sequence[str]) -> str:
     if p.compute_dtype == torch.float32:  # a GPU computes in bfloat16 unless told otherwise
         words.append("--precision.compute float32")
     words += [f"--precision.reduce {dtype_name(p.reduce)}"] if p.reduce is not None else []
+    words += [f"--precision.wire {dtype_name(p.wire)}"] if p.wire is not None else []
     words += [f"--precision.moments {dtype_name(setting.moments)}"] if setting.moments.itemsize != 4 else []
     if setting.master is None and p.params.itemsize < 4:
         words.append(f"--precision.master {dtype_name(p.params)}")
