@@ -20,7 +20,7 @@ from fmegatron.models.hf_fields import (
     sizes_from_hf,
     sizes_to_hf,
 )
-from fmegatron.models.hf_names import PREFIX, HFStack, HFTensor, llama_names
+from fmegatron.models.hf_names import PREFIX, HFStack, HFTensor, expert_names, llama_names
 from fmegatron.models.moe import MoE
 from fmegatron.parallel.routing import Routing
 from fmegatron.primitives import YaRNScaling
@@ -215,14 +215,9 @@ def copies(config: DecoderConfig) -> dict[str, str]:
 def _experts(config: DecoderConfig, spec: Any) -> dict[str, HFTensor | HFStack]:
     if config.moe is None:
         return {}
-    expert = range(config.moe.routing.experts)
-    found: dict[str, HFTensor | HFStack] = {
-        "router": HFTensor("mlp.gate.weight", "route embed"),
+    found = {
+        **expert_names(config, "mlp"),
         "expert_bias": HFTensor("mlp.gate.e_score_correction_bias", "route"),
-        "experts_gate_up": HFStack(
-            "mlp.experts.{expert}.{gated}_proj.weight", "emlp embed", {"expert": expert, "gated": ("gate", "up")}
-        ),
-        "experts_down": HFStack("mlp.experts.{expert}.down_proj.weight", "embed emlp", {"expert": expert}),
     }
     width = next((p.names[0] for path, p in params_of(spec).items() if path.endswith("shared_down")), "mlp")
     for name, dims in (("gate", (width, "embed")), ("up", (width, "embed")), ("down", ("embed", width))):

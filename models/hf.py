@@ -5,7 +5,8 @@
 
 A family is a module beside this one with `config_from_hf(fields, ignore=…) -> config`, `config_to_hf(config) -> fields`
 and `hf_map(config, spec) -> {our dotted name: HFTensor or HFStack}`, of a model whose matrices are all apart. A fused leaf (see
-`fmegatron.models.fused`) is read part by part, and written so; so are experts, each of which has tensors of its own.
+`fmegatron.models.fused`) is read part by part, and written so; so are experts, each of which has tensors of its own (files that
+have one tensor for all of them are read too).
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def load_hf(
     params = params_of(spec)
     found = files.tensors_of(folder)
     there = _with_modules(model, _modules_in(model.config, found))
-    apart, layout, stacks = _apart(there)
+    apart, layout, stacks = _apart(there, found)
     layout = _as_in_file(layout, found)
     fields = read_config(folder)
     saved_vocab, block = fields["vocab_size"], _block_of(fields, folder / "config.json")
@@ -257,9 +258,11 @@ class Slices(NamedTuple):
     paths: dict[tuple[int, ...], str]
 
 
-def _apart(model: Any) -> tuple[dict[str, Param], dict[str, HFTensor], dict[str, Slices]]:
+def _apart(
+    model: Any, found: Mapping[str, files.Found] | None = None
+) -> tuple[dict[str, Param], dict[str, HFTensor], dict[str, Slices]]:
     """({path: parameter}, {path: where it is in a folder}, {path of a leaf: its parts}) of the model with every matrix a
-    leaf of its own, experts' matrices too."""
+    leaf of its own, experts' matrices too, but for those that are one tensor among the files `found`."""
     spec = dataclasses.replace(model, config=unfused(model.config)).spec()
     named = family_of(model).hf_map(model.config, spec)
     params: dict[str, Param] = {}
@@ -267,6 +270,8 @@ def _apart(model: Any) -> tuple[dict[str, Param], dict[str, HFTensor], dict[str,
     stacks: dict[str, Slices] = {}
     for path, param in params_of(spec).items():
         where = named[path]
+        if isinstance(where, HFStack) and where.joined is not None and where.joined.name in (found or {}):
+            where = where.joined
         if not isinstance(where, HFStack):
             params[path], layout[path] = param, where
             continue
@@ -307,6 +312,8 @@ def _as_in_file(layout: Mapping[str, HFTensor], found: Mapping[str, files.Found]
     tensors in MXFP4 are packed."""
 
     def actual(t: HFTensor) -> HFTensor:
+        if t.name not in found and t.other in found:
+            return dataclasses.replace(t, name=t.other)
         bare = t.name.split(".", 1)[1]
         if t.name not in found and bare in found:
             return dataclasses.replace(t, name=bare)

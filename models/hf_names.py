@@ -20,6 +20,7 @@ class HFTensor:
     name: the tensor's. dims: how it lays out our dims, "(kv group head) embed" (brackets: one of its dims).
     dim, start, whole: for a part (queries in a fused qkv matrix): it is cut along dim `dim` of the tensor, begins at
         `start`, and the tensor has `whole` there.
+    other: another name that files may have it by.
     """
 
     name: str
@@ -27,6 +28,12 @@ class HFTensor:
     dim: int = 0
     start: int = 0
     whole: int | None = None
+    other: str | None = None
+
+    def inside(self, prefix: str) -> HFTensor:
+        """The same in a module."""
+        other = None if self.other is None else f"{prefix}.{self.other}"
+        return replace(self, name=f"{prefix}.{self.name}", other=other)
 
     @property
     def groups(self) -> list[list[str]]:
@@ -50,11 +57,18 @@ class HFStack:
 
     name: the tensors', with {dim} for each of these dims: "mlp.experts.{expert}.{gated}.weight". dims: how one tensor lays
     out the others. slices: {dim: what stands in the name for each index}.
+    joined: the one tensor that files may have in place of them all.
     """
 
     name: str
     dims: str
     slices: Mapping[str, Sequence[Any]]
+    joined: HFTensor | None = None
+
+    def inside(self, prefix: str) -> HFStack:
+        """The same in a module."""
+        joined = None if self.joined is None else self.joined.inside(prefix)
+        return replace(self, name=f"{prefix}.{self.name}", joined=joined)
 
     def apart(self, path: str, param: Param) -> dict[tuple[int, ...], tuple[str, Param, HFTensor]]:
         """{indices: (a path for the part, the part as a parameter, its tensor)}."""
@@ -77,7 +91,7 @@ def names_of(spec: Any, *, top: Mapping[str, Any], layer: Mapping[str, Any], pre
     for path in params_of(spec):
         if path.startswith(("layers.", "mtp.")):  # prediction modules have the indices behind the layers'
             _, index, leaf = path.split(".")
-            found[path] = replace(layer[leaf], name=f"{prefix}.{index}.{layer[leaf].name}")
+            found[path] = layer[leaf].inside(f"{prefix}.{index}")
         else:
             found[path] = top[path]
     return found
@@ -137,16 +151,22 @@ def expert_names(
 ) -> dict[str, HFTensor | HFStack]:
     """The names of a router and its experts, each of which has matrices of its own: block.experts.index.matrix.weight.
 
+    Version 5 of transformers computes with one tensor of all experts, mlp.experts.gate_up_proj[expert (gated emlp) embed] and
+    mlp.experts.down_proj[expert embed emlp], and saves such files when it is asked not to keep the original format.
+
     matrices: for gate, up and down. Nothing for a model without experts.
     """
     if config.moe is None:
         return {}
     expert, (*wide, down) = range(config.moe.routing.experts), matrices
     each = f"{block}.experts.{{expert}}"
+    up_of_all = HFTensor("mlp.experts.gate_up_proj", "expert (gated emlp) embed")
+    down_of_all = HFTensor("mlp.experts.down_proj", "expert embed emlp")
+    by_matrix = {"expert": expert, "gated": wide}
     return {
-        "router": HFTensor(f"{block}.gate.weight", "route embed"),
-        "experts_gate_up": HFStack(f"{each}.{{gated}}.weight", "emlp embed", {"expert": expert, "gated": wide}),
-        "experts_down": HFStack(f"{each}.{down}.weight", "embed emlp", {"expert": expert}),
+        "router": HFTensor(f"{block}.gate.weight", "route embed", other="mlp.gate.weight"),
+        "experts_gate_up": HFStack(f"{each}.{{gated}}.weight", "emlp embed", by_matrix, up_of_all),
+        "experts_down": HFStack(f"{each}.{down}.weight", "embed emlp", {"expert": expert}, down_of_all),
     }
 
 

@@ -96,6 +96,48 @@ def test_a_shared_expert_is_read_into_a_fused_leaf_and_written_from_it(tmp_path)
     assert families._difference(families.tensors_in(tmp_path / "out"), families.tensors_in(folder)) == 0
 
 
+# ------------------------------------------------------------------------------------------- one tensor for all experts
+
+
+@pytest.fixture(scope="module", params=["mixtral-window", "qwen2-moe-windows"])
+def forms(request, tmp_path_factory):
+    """(a folder in the original form, the same model as transformers saves it when it is not to keep that form)."""
+    plain, joined = families.folder_of(request.param), tmp_path_factory.mktemp("joined")
+    families.reference(request.param, torch.float32).save_pretrained(joined, save_original_format=False)
+    return plain, joined
+
+
+def test_joined_experts_are_read_as_those_apart(forms, tmp_path):
+    assert "model.layers.1.mlp.experts.gate_up_proj" in families.tensors_in(forms[1])
+    (_, apart), (model, joined) = map(load_hf, forms)
+    apart, named = tree.named(apart), tree.named(joined)
+    assert apart.keys() == named.keys() and all(torch.equal(apart[path], named[path]) for path in apart)
+    save_hf(tmp_path / "out", model, joined)  # in the form that every version reads
+    assert families._difference(families.tensors_in(tmp_path / "out"), families.tensors_in(forms[0])) == 0
+
+
+def test_of_joined_experts_a_rank_reads_its_part(forms, monkeypatch):
+    cut = {"embed": (5, 20), "emlp": (3, 9), "expert": (1, 4)}
+
+    def held(_, param):
+        return tuple(torch.arange(*cut[name]) if name in cut else None for name in param.names)
+
+    monkeypatch.setattr(Sharding, "stored_index", held)
+    monkeypatch.setattr(Sharding, "at_rest", lambda sh, x, param: x)
+    apart, joined = (tree.named(load_hf(folder)[1]) for folder in forms)
+    assert joined["layers.0.experts_gate_up"].shape == (3, 15, 2, 6)
+    assert all(torch.equal(apart[path], joined[path]) for path in apart)
+
+
+def test_joined_experts_of_another_shape_are_named(forms, tmp_path):
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors = families.tensors_in(forms[1])
+    save_file({**tensors, name: tensors[name].mT.contiguous()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((forms[1] / "config.json").read_text())
+    with pytest.raises(UserError, match=f"of another shape: {name}"):
+        load_hf(tmp_path)
+
+
 # ------------------------------------------------------------------------------------------------------ config.json
 
 
