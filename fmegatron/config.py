@@ -372,7 +372,8 @@ class TrainConfig:
     at a time, with the activations of two; 1f1b: the forward of each with the backward of the one before (with pp, the pairs that --schedule
     dualpipev joins). Results are the same."""
     record_routing: str | None = None
-    """Folder to which the experts that every token chose are written, a file a step."""
+    """Folder to which the experts that every token chose are written, a file a step; of prediction modules behind those of
+    the layers."""
     replay_routing: str | None = None
     """Folder of --record-routing whose choices replace those of the router, step by step, on whatever mesh; their weights and
     the router's gradients are this run's."""

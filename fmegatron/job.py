@@ -37,7 +37,8 @@ from fmegatron.mesh import Mesh, make_mesh
 from fmegatron.models import Decoder, DecoderConfig, load_hf
 from fmegatron.models.decoder import GATED
 from fmegatron.models.fused import FUSED
-from fmegatron.models.moe import MoE, running_counts
+from fmegatron.models.moe import running_counts
+from fmegatron.models.mtp import layers_with_experts
 from fmegatron.models.two_passes import in_two_passes, needs_two_passes
 from fmegatron.models.upcycle import upcycled
 from fmegatron.offload import on_host
@@ -480,14 +481,15 @@ class Batches:
     """The part of each global batch that this rank holds: its rows, and of the sequence its columns; filled up where
     the batch does not divide."""
 
-    def __init__(self, config: TrainConfig, setup: Setup, *, layers: int = 0, moe: MoE | None = None) -> None:
+    def __init__(self, config: TrainConfig, setup: Setup, *, sizes: DecoderConfig | None = None) -> None:
         sh = setup.sh
         self.size, self.seq_len, self.sh, self.device = config.batch.size, config.batch.seq_len, sh, setup.device
         self.rows, self.no_rows = held_positions(config.batch.size, "batch", sh)
         self.columns, self.no_columns = held_positions(config.batch.seq_len, "seq", sh)
         self.replayed, self.choices, self.experts = config.replay_routing, (0, 0), 0
-        if moe is not None:
-            self.choices, self.experts = (len(moe.layers(layers)), moe.routing.choices), moe.routing.experts
+        if sizes is not None and sizes.moe is not None:
+            routing = sizes.moe.routing
+            self.choices, self.experts = (layers_with_experts(sizes), routing.choices), routing.experts
 
     def train(self, data: TokenDataset, step: int) -> dict[str, torch.Tensor]:
         """A pure function of (data, seed, step)."""

@@ -403,7 +403,7 @@ class Loop:
         self.config, self.run, self.report, self.stop, self.start = config, run, report, stop, start
         self.train_data, self.valid_data, self.data, self.tokenizer = train, valid, data, tokenizer
         sizes = run.model.config
-        self.batches = job.Batches(config, run.setup, layers=sizes.layers, moe=sizes.moe)
+        self.batches = job.Batches(config, run.setup, sizes=sizes)
         self.ahead = Prefetched(lambda n: self.batches.train(train, n), run.setup.device, last=config.steps)
         # the last step, whose row is to come, and the load of its experts if that is to be written
         self.untold: tuple[int, Callable[[], dict[str, Any]], torch.Tensor | None] | None = None

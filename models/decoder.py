@@ -98,7 +98,8 @@ class Decoder:
     keep_probabilities: those of the loss, from forward to backward (`keep` of `linear_cross_entropy`).
     dispatch: how tokens reach their experts: "dense", "all-gather", "all-to-all" or "padded" (see `fmegatron.parallel.dispatch`).
     record_routing: the statistics of the loss have "routing"[layer batch seq* choice], what every token of this rank chose. A
-        batch with "routing"[batch seq layer choice] replays it (see `fmegatron.parallel.routing_record`).
+        batch with "routing"[batch seq layer choice] replays it (see `fmegatron.parallel.routing_record`). Prediction modules
+        follow the layers in both; of a batch without them they choose for themselves.
     """
 
     config: DecoderConfig
@@ -390,7 +391,7 @@ class Decoder:
         def carry() -> dict[str, Any]:
             states = (*(self._looked_up(used, f.tokens, ctx) for f in found), h)
             moe = mtp.own_experts(c)
-            records = {} if moe is None else first_records(h, moe, c.mtp, ctx.sh)
+            records = {} if moe is None else first_records(h, moe, c.mtp, ctx.sh, record=self.record_routing)
             return {**{n: t for n, t in records.items() if n != "x"}, "states": states}
 
         out = self._modules(modules, carry, inner)

@@ -58,6 +58,9 @@ def scale_of_scores(mla: MLA, scaling: Any) -> float | None:
     return mla.head**-0.5 * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
 
 
+# Coefficients of the losses are those of the reports: of V2-Lite 0.001 (arXiv 2405.04434, appendix B.1), of V3 0.0001 for each
+# sequence, with biases that move by 0.001 (arXiv 2412.19437, section 4.2). The config.json published with V3 says 0.001, which
+# a loaded model then has.
 DEEPSEEK: dict[str, DecoderConfig] = {
     "deepseek-v2-lite": _preset(
         "deepseek_v2",

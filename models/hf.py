@@ -312,7 +312,7 @@ def _as_in_file(layout: Mapping[str, HFTensor], found: Mapping[str, files.Found]
     tensors in MXFP4 are packed."""
 
     def actual(t: HFTensor) -> HFTensor:
-        if t.name not in found and t.other in found:
+        if t.name not in found and t.other is not None and t.other in found:
             return dataclasses.replace(t, name=t.other)
         bare = t.name.split(".", 1)[1]
         if t.name not in found and bare in found:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmegatron.accumulate import Term, Weight
+from fmegatron.accumulate import EachRow, Term, Weight
 from fmegatron.context import PADDING, Ctx
 from fmegatron.models.config import DecoderConfig
 from fmegatron.models.moe import MoE, updated_biases
@@ -124,11 +124,22 @@ def own_experts(config: DecoderConfig) -> MoE | None:
     return dataclasses.replace(config.moe, dense_layers=())
 
 
+def layers_with_experts(config: DecoderConfig) -> int:
+    """How many layers have experts, and modules that the loss reads: those whose choices are recorded and replayed."""
+    if config.moe is None:
+        return 0
+    modules = config.mtp if config.mtp_weight and own_experts(config) is not None else 0
+    return len(config.moe.layers(config.layers)) + modules
+
+
 def context(ctx: Ctx, config: DecoderConfig, found: list[Further]) -> Ctx:
     """The context of the modules, made of that of the layers."""
     if (moe := own_experts(config)) is None:
         return ctx
     extras = {n: x for n, x in ctx.extras.items() if n not in ("routing", "expert_layers")}
+    replayed, layers = ctx.extras.get("routing"), len(config.moe.layers(config.layers))
+    if replayed is not None and replayed.shape[2] > layers:
+        extras["routing"] = replayed[:, :, layers:]
     each = torch.eye(len(moe.layers(config.mtp)), device=found[0].tokens.device)
     extras |= {"real": [f.there for f in found], "expert_layers": each}
     return ctx.replace(extras=extras)
@@ -140,6 +151,8 @@ def layer_extras(extras: dict[str, Any], config: DecoderConfig, index: int) -> d
         return extras
     depth = index - config.layers
     rest = {n: x for n, x in extras.items() if n not in ("real", "expert_layers")}
+    if "routing" in rest:
+        rest["routing"] = rest["routing"][:, :, depth]
     return {**rest, "real": extras["real"][depth], "expert_layer": extras["expert_layers"][depth]}
 
 
@@ -166,8 +179,12 @@ def with_terms(
     terms: Mapping[str, Term], stats: Mapping[str, Any], more: Mapping[str, Term], own: Any, found: list[Further]
 ) -> tuple[dict[str, Term], Any]:
     """Terms and statistics of the layers' routers and of the modules', whose losses add up. The modules' statistics are an entry
-    of the others, with "there", the number of tokens that each sees."""
+    of the others, with "there", the number of tokens that each sees; their choices follow those of the layers."""
     sums = {n: Term(t.items + more[n].items, t.dims) for n, t in terms.items()}
+    if "routing" in stats:
+        own = dict(own)
+        both = stats["routing"].items, own.pop("routing").items
+        stats = {**stats, "routing": EachRow(torch.cat(both), stats["routing"].dim)}
     there = Term(torch.stack([f.there for f in found]), "layer batch seq -> layer")
     return sums, {**stats, ENTRY: {**own, "there": there}}
 

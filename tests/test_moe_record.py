@@ -15,6 +15,7 @@ from fmegatron.config import ExpertConfig, TrainConfig
 from fmegatron.errors import UserError
 from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.models.moe import MoE
+from fmegatron.models.mtp import layers_with_experts
 from fmegatron.padding import shard_batch
 from fmegatron.parallel.dispatch import dispatched
 from fmegatron.parallel.routing import Routing, route
@@ -30,16 +31,16 @@ ROUTING = Routing(EXPERTS, 2, normalised=True, switch_loss=0.1, z_loss=0.1, capa
 DIMS = {"routing": "batch seq layer choice"}
 
 
-def model(**changes):
+def model(mtp=0, **changes):
     moe = MoE(dataclasses.replace(ROUTING, **changes), 4, dense_layers=(1,))
-    return Decoder(DecoderConfig(vocab=24, embed=8, layers=3, heads=4, mlp=8, kv_heads=2, head=4, moe=moe))
+    return Decoder(DecoderConfig(vocab=24, embed=8, layers=3, heads=4, mlp=8, kv_heads=2, head=4, moe=moe, mtp=mtp))
 
 
-def batch(rows=ROWS, seq=SEQ, seed=0):
+def batch(rows=ROWS, seq=SEQ, seed=0, layers=2):
     """With choices that no router makes: by chance, some of them dropped."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 24, (rows, seq), generator=g)
-    chosen = torch.rand(rows, seq, 2, EXPERTS, generator=g).argsort(-1)[..., :2].to(torch.int32)
+    chosen = torch.rand(rows, seq, layers, EXPERTS, generator=g).argsort(-1)[..., :2].to(torch.int32)
     chosen = torch.where(torch.rand(chosen.shape, generator=g) < 0.2, -1 - chosen, chosen)
     return {"tokens": tokens, "labels": tokens.roll(1, 1), "routing": chosen}
 
@@ -85,14 +86,24 @@ def test_a_replay_does_not_depend_on_the_capacity_of_this_run(backend, capacity)
     torch.testing.assert_close(y[0], want)
 
 
-@pytest.mark.parametrize("text", ["dp=2,tp=2 sp ep=4 micro=2", "cp=2,tp=2 ep=2 etp=2 zero=3"])
-def test_a_replay_is_the_same_on_a_layout(text):
-    result = compare(model(), Layout.parse(text), batch=batch(), dims=DIMS, checks=("gradients",))
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [("dp=2,tp=2 sp ep=4 micro=2", 0), ("cp=2,tp=2 ep=2 etp=2 zero=3", 0), ("cp=2,tp=2 sp ep=4", 1)],
+)
+def test_a_replay_is_the_same_on_a_layout(text, modules):
+    given = batch(layers=2 + modules)
+    result = compare(model(modules), Layout.parse(text), batch=given, dims=DIMS, checks=("gradients",))
     assert result.ok, result.worst
 
 
-def test_what_is_recorded_on_a_layout_is_what_was_replayed():
-    m, layout, data = dataclasses.replace(model(), record_routing=True), Layout.parse("dp=2,cp=2 micro=2"), batch()
+@pytest.mark.parametrize("modules", [0, 2])
+def test_what_is_recorded_on_a_layout_is_what_was_replayed(modules):
+    """Prediction modules too, whose last tokens have nothing further and are not routed."""
+    m, layout = dataclasses.replace(model(modules), record_routing=True), Layout.parse("dp=2,cp=2 micro=2")
+    assert layers_with_experts(m.config) == 2 + modules
+    data = batch(layers=2 + modules)
+    for depth in range(1, modules + 1):
+        data["routing"][:, SEQ - depth :, 1 + depth] = EXPERTS  # none
     program = Program(m, batch=data, dims=DIMS)
     params = program.params_of(m.spec(), torch.float64)
     with simulate(4):
@@ -106,9 +117,25 @@ def test_what_is_recorded_on_a_layout_is_what_was_replayed():
             per_rank(as_batch(stats["routing"], sh)), per_rank(sh.shard(data["routing"], DIMS["routing"])), strict=True
         ):
             assert torch.equal(found, want)
-        kept = torch.stack([torch.bincount(c[c >= 0].flatten(), minlength=EXPERTS) for c in data["routing"].unbind(2)])
-        for found in per_rank(stats["kept"]):
-            assert torch.equal(found, kept.to(found))
+        counted = torch.where(data["routing"] < 0, EXPERTS, data["routing"])
+        kept = [torch.bincount(c.flatten(), minlength=EXPERTS + 1)[:EXPERTS] for c in counted.unbind(2)]
+        own = [stats["mtp"]["kept"]] if modules else []
+        for found in per_rank(torch.cat([stats["kept"], *own])):
+            assert torch.equal(found, torch.stack(kept).to(found))
+
+
+def test_modules_choose_for_themselves_where_the_record_has_none_of_them():
+    m, data = model(1), batch()
+    program = Program(m, batch=data, dims=DIMS)
+    params, sh = program.params_of(m.spec(), torch.float64), fm.Sharding(precision=Precision(params=torch.float64))
+    f = fm.accumulate(dataclasses.replace(m, record_routing=True).loss, weights=m.weights)
+    (_, metrics), _ = f(params, data, fm.Ctx(sh=sh))
+    found = as_batch(metrics["stats"]["routing"], sh)
+    assert torch.equal(found[:, :, :2], data["routing"]) and found[0, : SEQ - 1, 2].abs().max() <= EXPERTS
+    # the modules' own choice, replayed, is the same loss
+    (again, _), _ = f(params, {**data, "routing": found}, fm.Ctx(sh=sh))
+    (value, _), _ = f(params, data, fm.Ctx(sh=sh))
+    torch.testing.assert_close(again, value, rtol=1e-14, atol=0)
 
 
 def test_files_of_another_run_are_refused(tmp_path):
