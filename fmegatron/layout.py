@@ -36,6 +36,13 @@ def axes_of(name: str, mesh: Mesh, rules: Rules) -> tuple[str, ...]:
     return mesh.expand(row)  # type: ignore[arg-type]
 
 
+def apart_among_experts(mesh: Mesh, rules: Rules) -> tuple[str, ...]:
+    """The axes larger than one on which tokens lie, but neither experts nor parts of them: over these the gradients of an
+    expert are summed, where tokens are not gathered first."""
+    tokens = {*axes_of("batch", mesh, rules), *axes_of("seq*", mesh, rules)}
+    return mesh.sorted(mesh.live(tokens.difference(axes_of("expert", mesh, rules), axes_of("emlp", mesh, rules))))
+
+
 def layout(side: Side, mesh: Mesh, rules: Rules, rest: Type = "?") -> Layout:
     """The types that one side of an equation stands for. Raises ShardingError when one axis would shard two dims."""
     types: Layout = dict.fromkeys(mesh.sizes, rest)

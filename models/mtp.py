@@ -134,7 +134,8 @@ def layers_with_experts(config: DecoderConfig) -> int:
 
 def context(ctx: Ctx, config: DecoderConfig, found: list[Further]) -> Ctx:
     """The context of the modules, made of that of the layers."""
-    if (moe := own_experts(config)) is None:
+    moe = own_experts(config)
+    if config.moe is None or moe is None:
         return ctx
     extras = {n: x for n, x in ctx.extras.items() if n not in ("routing", "expert_layers")}
     replayed, layers = ctx.extras.get("routing"), len(config.moe.layers(config.layers))

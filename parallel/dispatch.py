@@ -17,11 +17,15 @@ Backends, each the same function of the values:
 
 Rows on their way leave time for another program, such as that of another microbatch (see `fmegatron.interleave`).
 
+Where ranks hold parts of the width of the same experts (`emlp`), each of them needs a row. All-to-all has two ways: the tokens
+of these ranks are gathered, and each sends the rows of all of them; or each sends the rows of its own tokens, and what has come
+is gathered among them (as in Megatron-LM), its results being summed on the way back. `_rows_first` says which.
+
 Where no axis holds experts they move nothing, and sizes stay on the device. Over several ranks the number of rows is
 read by the host once a layer (torch's all-to-all and any buffer of the right size want it).
 
-Dims: tokens lie on `batch seq*`; batch', seq' are rows without the axes of `expert` and `emlp`; batch'', seq'' without those of
-`emlp` alone; expert' has the axes of `expert` on which no token lies (tensor parallelism without sequence parallelism):
+Dims: tokens lie on `batch seq*`; batch', seq' are rows without the axes of `expert` and `emlp`, and those behind them; batch'',
+seq'' without those of `emlp` alone; expert' has the axes of `expert` on which no token lies (tensor parallelism without sequence parallelism):
 there every rank of them has all tokens, and takes those for its own experts.
 """
 
@@ -29,7 +33,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,10 +41,12 @@ import torch
 from torch import Tensor
 
 from fmegatron.checking import Noted
+from fmegatron.collectives import Move, Step
 from fmegatron.errors import UserError
 from fmegatron.exchange import Splits, exchange_counts, exchange_rows, exchange_several
+from fmegatron.function import apply_function
 from fmegatron.kernels.moe import gather_rows, sort_by_expert, sum_choices
-from fmegatron.layout import axes_of
+from fmegatron.layout import apart_among_experts, axes_of
 from fmegatron.parallel.padded import by_places
 from fmegatron.parallel.routing import Routed
 from fmegatron.simulation import lift, on_each_rank, per_rank
@@ -74,13 +80,15 @@ def dispatched(
         raise UserError(
             'dispatch="padded" fills experts up to their capacity: give routing a capacity, or another dispatch'
         )
-    whole = backend in ("dense", "all-gather")
-    tokens = "batch' seq'" if whole else "batch'' seq''"
+    whole, chosen, weights = backend in ("dense", "all-gather"), routed.experts, routed.weights
+    rows_first = backend == "all-to-all" and _rows_first(sh, chosen.shape[-1])
+    tokens = "batch seq*" if rows_first else "batch' seq'" if whole else "batch'' seq''"
     partial = "expert emlp" if whole else "expert' emlp"
-    x = sh(x, f"batch seq* embed -> {tokens} embed | {partial}")
-    chosen = sh(routed.experts, f"batch seq* choice -> {tokens} choice | {partial}")
-    weights = sh(routed.weights, f"batch seq* choice -> {tokens} choice | {partial}")
-    ranks = _Ranks.of(sh, whole, number)
+    if not rows_first:
+        x = sh(x, f"batch seq* embed -> {tokens} embed | {partial}")
+        chosen = sh(chosen, f"batch seq* choice -> {tokens} choice | {partial}")
+        weights = sh(weights, f"batch seq* choice -> {tokens} choice | {partial}")
+    ranks = _Ranks.of(sh, whole, number, rows_first=rows_first)
     apply: Callable[..., Tensor] = _densely if backend == "dense" else _by_rows
 
     # what a rank's choices are at most, times the ranks whose tokens were gathered
@@ -96,31 +104,81 @@ def dispatched(
         y = apply(run, x.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1), bound, ranks)
         return y.unflatten(0, x.shape[:2])
 
+    beyond = () if whole or sh.mesh is None else _beyond(sh, tokens)
     leaves = leaves if sh.check is None else Noted(leaves)
+    if beyond:
+        leaves = _Entered(leaves, sh, beyond)
     sides = (f"{tokens} embed", f"{tokens} choice", f"{tokens} choice")
     y = sh.primitive(local, (x, chosen, weights), sides, f"{tokens} embed")
     if sh.check is not None:  # experts see tokens of all ranks, in parts of their width
         across = tuple(a for n in ("batch'", "seq'", "emlp") for a in axes_of(n, sh.mesh, sh.rules))
         sh.check.applied(leaves.read, across, "experts")
-    return sh.resolve(y, f"{tokens} embed", partial=partial, to="batch seq* embed")
+    return y if rows_first else sh.resolve(y, f"{tokens} embed", partial=partial, to="batch seq* embed")
+
+
+def _rows_first(sh: Any, choices: int) -> bool:
+    """Do rows go to their experts before they are gathered over the ranks that hold parts of these?
+
+    Of one token, in units of its row, with k choices, ep ranks of experts and etp that hold parts of each, rows first take
+    k (ep - 1) / ep over ep and k (etp - 1) over etp, each way; tokens first take etp times the former, and etp - 1. So rows first
+    are fewer in all where ep > k, and always fewer over ep, whose ranks are further apart; at ep = k both are as many. They
+    need other tokens on every rank, as they have with sequence parallelism.
+    """
+    if sh.mesh is None:
+        return False
+    parts, held = sh.axes("emlp"), sh.axes("expert")
+    tokens = {*sh.axes("batch"), *sh.axes("seq*")}
+    return bool(parts) and bool(held) and tokens.issuperset((*parts, *held)) and sh.mesh.size(held) >= choices
+
+
+def _beyond(sh: Any, tokens: str) -> tuple[str, ...]:
+    """The axes on which tokens are apart though experts' leaves are not said to be applied across them: batch' and seq' end at
+    the first axis of `expert`, whatever is behind it, as gathered tokens must. (A mesh with tp in front of cp, or fsdp in
+    front of dp, has such.)"""
+    lie, said = ({a for n in dims.split() for a in sh.axes(n)} for dims in (tokens, "batch' seq'"))
+    return tuple(a for a in apart_among_experts(sh.mesh, sh.rules) if a in lie - said)
+
+
+class _Entered(Mapping[str, Tensor]):
+    """Leaves that are read by work that differs along some axes: their gradients are summed over these."""
+
+    def __init__(self, values: Mapping[str, Tensor], sh: Any, axes: tuple[str, ...]) -> None:
+        self.values_, self.sh, self.axes = values, sh, axes
+
+    def __getitem__(self, name: str) -> Tensor:
+        dtypes = (None, None, self.sh.precision.reduce_dtype)
+        return apply_function(Move, self.values_[name], self.sh.mesh, (Step("I>R", self.axes, (), ()),), dtypes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.values_
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_)
+
+    def __len__(self) -> int:
+        return len(self.values_)
 
 
 @dataclass(frozen=True)
 class _Ranks:
     """Who holds which experts: equally many in turn on each rank of the axes `held`, of which rows travel over
-    `travelled`; over the others every rank has the same tokens and takes those for its own experts."""
+    `travelled`; over the others every rank has the same tokens and takes those for its own experts. Rows that have travelled
+    are gathered over `parts`, whose ranks hold parts of the same experts."""
 
     sh: Any
     number: int  # of all experts
     held: tuple[str, ...] = ()
     travelled: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
     @staticmethod
-    def of(sh: Any, whole: bool, number: int) -> _Ranks:
+    def of(sh: Any, whole: bool, number: int, *, rows_first: bool = False) -> _Ranks:
         if sh.mesh is None:
             return _Ranks(sh, number)
         sh.local_size("expert", number)  # which refuses a number that does not divide
         held = sh.axes("expert")
+        if rows_first:
+            return _Ranks(sh, number, held, held, sh.axes("emlp"))
         stay = held if whole else sh.axes("expert'")
         return _Ranks(sh, number, held, tuple(a for a in held if a not in stay))
 
@@ -153,11 +211,11 @@ class _Ranks:
 
     def arranged(self, coming: Tensor, splits: Splits) -> tuple[Tensor, Tensor, Tensor]:
         """Rows that come from every rank, of each in the order of its experts, in the order of these: (order, inverse, ends)
-        as `sort_by_expert` gives them. coming: int64[ranks expert], how many."""
+        as `sort_by_expert` gives them. coming: int64[… expert], how many, with the ranks in front."""
         mesh, total = self.sh.mesh, splits.rows_received
 
         def one(rank: int, coming: Tensor) -> tuple[Tensor, ...]:
-            kinds = torch.arange(self.each, device=coming.device).repeat(self.travelling)
+            kinds = torch.arange(self.each, device=coming.device).repeat(coming.numel() // self.each)
             keys = kinds.repeat_interleave(coming.flatten(), output_size=sum(splits.received[rank]))
             if len(keys) < total:  # in a simulation: as many as on every rank
                 keys = torch.cat([keys, keys.new_full((total - len(keys),), self.each)])
@@ -169,6 +227,21 @@ class _Ranks:
         else:
             order, inverse, ends = one(0, coming)
         return order, inverse, ends
+
+    def copies(self, splits: Splits, *, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Every row that has travelled once for each rank of `parts`: (order, inverse) of `gather_rows`, as if a row had
+        chosen all of them."""
+        mesh, n = self.sh.mesh, self.sh.mesh.size(self.parts)
+        total = n * splits.rows_received
+
+        def one(rank: int) -> tuple[Tensor, Tensor]:
+            rows = sum(splits.received[rank])
+            at, to = torch.arange(rows, device=device), torch.arange(n, device=device)
+            order, inverse = (at + 0 * to[:, None]) * n + to[:, None], to * rows + at[:, None]
+            filling = torch.full((total - n * rows,), -1, device=device)  # in a simulation: as many as on every rank
+            return tuple(torch.cat([t.flatten(), filling]).to(torch.int32) for t in (order, inverse))  # type: ignore[return-value]
+
+        return on_each_rank(one, mesh.world) if mesh.simulated else one(0)  # type: ignore[return-value]
 
 
 def _by_rows(
@@ -201,12 +274,19 @@ def _by_rows(
     if splits is None:
         y = experts(taken, scales[:, 0], ends)
     else:
-        there, back, ends = ranks.arranged(coming, splits)
-        mesh, axes = ranks.sh.mesh, ranks.travelled
-        came = exchange_several([taken, scales], mesh, axes, splits)
+        mesh, n, among = ranks.sh.mesh, ranks.sh.mesh.size(ranks.parts), splits
+        if ranks.parts:
+            coming, among = exchange_counts(coming.flatten().expand(n, -1), mesh, ranks.parts)
+        came = exchange_several([taken, scales], mesh, ranks.travelled, splits)
+        if ranks.parts:
+            copies = ranks.copies(splits, device=x.device)
+            came = exchange_several([gather_rows(t, *copies, n) for t in came], mesh, ranks.parts, among)
+        there, back, ends = ranks.arranged(coming, among)
         taken, scales = (gather_rows(t, there, back, 1) for t in came)
         y = gather_rows(experts(taken, scales[:, 0], ends), back, there, 1)
-        y = exchange_rows(y, mesh, axes, splits.back)
+        if ranks.parts:  # summands of each row, from all that hold a part of its expert
+            y = sum_choices(exchange_rows(y, mesh, ranks.parts, among.back), *copies, n)
+        y = exchange_rows(y, mesh, ranks.travelled, splits.back)
     return sum_choices(y, order, inverse, choices)
 
 

@@ -46,6 +46,11 @@ FOLDED = [
     ("dp=2,cp=2,tp=2", "edp=2,ep=2,etp=2", {"sequence_parallel": True}),
     ("dp=2,cp=2,tp=2", "ep=8", {"sequence_parallel": True}),
     ("dp=4,tp=2", "edp=2,ep=4", {"zero": 3}),
+    ("dp=2,cp=2,tp=2", "ep=4,etp=2", {"sequence_parallel": True}),
+    # axes in another order than those of batch and sequence: replicas of experts lie behind the experts
+    ("fsdp=2,dp=2", "edp=2,ep=2", {"zero": 1}),
+    ("fsdp=2,dp=2", "edp=2,etp=2", {}),
+    ("tp=2,cp=2", "edp=2,ep=2", {"sequence_parallel": True}),
 ]
 
 

@@ -12,6 +12,7 @@ from fmegatron.data.dataset import make_batch
 from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.models.moe import MoE
 from fmegatron.optim.newton_schulz import newton_schulz
+from fmegatron.parallel import dispatch
 from fmegatron.parallel.routing import Routing
 from fmegatron.precision import Precision
 from fmegatron.simulation import per_rank, simulate
@@ -76,21 +77,41 @@ def test_muon_makes_each_experts_matrix_orthogonal_by_itself():
 
 
 @pytest.mark.parametrize(
-    ("text", "capacity", "etp"),
-    [("dp=4 ep=4", None, 1), ("dp=4 ep=4", 0.5, 1), ("dp=2,tp=2 sp ep=2 etp=2", None, 2)],
+    ("text", "capacity"), [("dp=4 ep=4", None), ("dp=4 ep=4", 0.5), ("dp=2,tp=2 ep=2 etp=2", None)]
 )
-def test_the_ledger_counts_routed_rows_alone(text, capacity, etp):
+def test_the_ledger_counts_routed_rows_alone(text, capacity):
     """Of an even choice: forward there and back, and both again in the backward, k rows a token and not one more (half of them
-    where half find a place); weights go there, and their gradients back. Ranks that share experts' widths each move theirs."""
+    where half find a place); weights go there, and their gradients back. Ranks with the same tokens move them each."""
     m = model(dataclasses.replace(ROUTING, force="balanced", capacity=capacity, drop="position"))
     layout, program = Layout.parse(text), Program(m)
     found = ledger(m, text, part="gradients", precision=Precision(params=F64))
     rows, seq = program.batch_of(layout)["tokens"].shape
-    each = rows * seq // layout.world * etp * ROUTING.top_k
+    each = rows * seq // layout.size("dp") * ROUTING.top_k
     if capacity is not None:  # of a sequence an expert takes so many
         each = rows // layout.world * 4 * -(-seq * ROUTING.top_k // 8)
     moved = sum(e.bytes for e in found.entries if e.kind == "all-to-all")
     assert moved == 8 * (each * (4 * 8 + 2) + 4)  # and the 4 experts' numbers of rows
+
+
+@pytest.mark.parametrize(("k", "rows_first"), [(1, True), (2, True), (3, False)])
+def test_a_row_goes_to_the_parts_of_its_expert_by_the_shorter_way(k, rows_first, monkeypatch):
+    """Experts on two ranks, the width of each on two, other tokens on all four: a rank's k rows a token go over ep, and once more
+    to either part; or tokens are gathered over etp first, and the rows of twice as many go over ep."""
+    m = model(Routing(4, k, normalised=k > 1, force="balanced"))
+    text, options = "dp=2,tp=2 sp ep=2 etp=2", {"part": "gradients", "precision": Precision(params=F64)}
+    found = ledger(m, text, **options).entries
+    rows, seq = Program(m).batch_of(Layout.parse(text))["tokens"].shape
+    # numbers of a row: there and back, forward and backward, and of its weight
+    over_ep = rows * seq // 4 * k * (4 * 8 + 2)
+    bytes_of = {e.axes: e.bytes for e in found if e.kind == "all-to-all"}
+    if rows_first:  # and numbers of rows: over ep those of 4 experts, over etp of 2 from 2 ranks, a copy for each rank
+        assert bytes_of == {("dp",): 8 * (over_ep + 4), ("tp",): 8 * (2 * over_ep + 8)}
+    else:
+        assert bytes_of == {("dp",): 8 * (2 * over_ep + 4)}
+    monkeypatch.setattr(dispatch, "_rows_first", lambda *_: not rows_first)
+    other = ledger(m, text, **options).entries
+    if k != 2:  # ep, where both are as many but for weights
+        assert sum(e.sent for e in found) < sum(e.sent for e in other)
 
 
 # -------------------------------------------------------------------------------------------------- what fills up a batch

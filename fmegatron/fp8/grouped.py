@@ -28,6 +28,7 @@ from fmegatron.fp8.kernels import chosen
 from fmegatron.fp8.policy import ALIGNED, Fp8
 from fmegatron.fp8.scaling import Casts, Layer, Step
 from fmegatron.function import apply_function, under_torch_func
+from fmegatron.layout import apart_among_experts
 from fmegatron.mesh import Mesh
 from fmegatron.tape import Tape
 
@@ -64,7 +65,7 @@ def grouped_use(sh: Any, x: Tensor, w: Tensor, name: str, dims: str) -> GroupedU
         return sh.mesh.sorted({a for n in dims.split() for a in sh.axes(n)})
 
     sums, columns = (axes(side) for side in dims.split("->"))
-    return GroupedUse(fp8, sh.mesh, axes("batch' seq'"), sums, columns, layer.casts)
+    return GroupedUse(fp8, sh.mesh, apart_among_experts(sh.mesh, sh.rules), sums, columns, layer.casts)
 
 
 def _aligned(fp8: Fp8, sums: int, columns: int, name: str) -> bool:

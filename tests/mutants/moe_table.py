@@ -148,8 +148,8 @@ ROUTER = (
         "torchtitan #4054: 1.2 to 2.7 times too small, a layout of gradients that only expert parallelism sets",
         (
             f"{DISPATCH}:dispatched",
-            'sh(routed.weights, f"batch seq* choice -> {tokens} choice | {partial}")',
-            'sh(routed.weights, f"batch seq* choice -> {tokens} choice")',
+            'sh(weights, f"batch seq* choice -> {tokens} choice | {partial}")',
+            'sh(weights, f"batch seq* choice -> {tokens} choice")',
         ),
         on="tp=2",
     ),
@@ -190,13 +190,27 @@ EXPERT = (
         "expert gradients are not summed over their replicas",
         "DeepSpeed PR #5259, megablocks PR #20: those of edp are left out",
         (f"{RULES}:_expert_rows", '"batch\'": before(batch, expert + emlp)', '"batch\'": ()'),
+        (f"{DISPATCH}:dispatched", "    if beyond:\n", "    if False:\n"),
         on="dp=4 ep=2",
     ),
     planted(
         "expert gradients are not summed over the sequence",
         "the same for cp, over which experts have replicas too",
         (f"{RULES}:_expert_rows", '"seq\'": before(seq, expert + emlp)', '"seq\'": ()'),
+        (f"{DISPATCH}:dispatched", "    if beyond:\n", "    if False:\n"),
         on="cp=2",
+    ),
+    planted(
+        "expert gradients are not summed over axes behind those of the experts",
+        "of a mesh whose axes come in another order than its dims': experts' replicas lie between the ranks of the batch",
+        (f"{DISPATCH}:dispatched", "    if beyond:\n", "    if False:\n"),
+        on="fsdp=2,dp=2 ep=2",
+    ),
+    planted(
+        "expert gradients are summed over ranks with the same tokens",
+        "of that mesh with parts of experts in place of experts: tokens have been gathered over the axis",
+        (f"{DISPATCH}:_beyond", "if a in lie - said", "if a not in said"),
+        on="fsdp=2,dp=2 etp=2",
     ),
     planted(
         "expert gradients are ep times too large",
@@ -269,6 +283,18 @@ TRAVEL = (
             "y = experts(taken, scales[:, 0], ends)",
         ),
         on="dp=2 ep=2",
+    ),
+    planted(
+        "the summands of a row from parts of its expert are averaged",
+        "as a mean over the ranks of etp would: each has the product of its part of the width",
+        (f"{DISPATCH}:_by_rows", "among.back), *copies, n)", "among.back), *copies, n) / n"),
+        on="dp=2,tp=2 sp ep=2 etp=2",
+    ),
+    planted(
+        "of rows for parts of an expert each rank sends the first as often as there are ranks",
+        "copies of a row in place of the rows, in the order of the ranks' own",
+        (f"{DISPATCH}:_Ranks.copies", "(at + 0 * to[:, None]) * n", "(at * 0 + 0 * to[:, None]) * n"),
+        on="dp=2,tp=2 sp ep=2 etp=2",
     ),
     planted(
         "ranks of the experts' group in another order",
