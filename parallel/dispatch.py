@@ -94,6 +94,7 @@ def dispatched(
     # what a rank's choices are at most, times the ranks whose tokens were gathered
     bound = None if routed.bound is None else routed.bound * (chosen.numel() // routed.experts.numel())
     if backend == PADDED:
+        assert routed.places is not None
         places = min(routed.places * (chosen.numel() // routed.experts.numel()), math.prod(chosen.shape[:2]))
         apply = functools.partial(_padded, places=places)
 
