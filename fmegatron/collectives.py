@@ -21,6 +21,7 @@ where its size does not divide, and "cut" is the way back (see fmegatron.uneven)
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from fmegatron import uneven
 from fmegatron.dtensor import DTensor
 from fmegatron.errors import ShardingError, UserError
 from fmegatron.function import apply_function
+from fmegatron.interleave import pass_turn
 from fmegatron.mesh import Mesh
 from fmegatron.recording import note_collective
 from fmegatron.simulation import from_ranks, lift, on_each_rank
@@ -93,11 +95,12 @@ class Step(NamedTuple):
     zigzag: Orders = ()  # dims whose order changes with it
     uneven: Uneven = ()  # dims among them whose size does not divide
     wire: Wire | None = None  # of its sum, or its dual's; None: the network adds, in the value's own dtype
+    turn: bool = False  # may another program compute meanwhile (see `fmegatron.interleave`)?
 
 
 def dual(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """The steps of the backward."""
-    return tuple(Step(DUAL[s.kind], s.axes, s.enters, s.leaves, s.zigzag, s.uneven, s.wire) for s in reversed(steps))
+    return tuple(s._replace(kind=DUAL[s.kind], leaves=s.enters, enters=s.leaves) for s in reversed(steps))
 
 
 class Move(torch.autograd.Function):
@@ -190,9 +193,14 @@ def run_step(x: torch.Tensor, mesh: Mesh, step: Step) -> torch.Tensor:
         return x
     if kind not in DUAL:
         raise ShardingError(f"{kind} is no arrow")
+    sent = packed(x, mesh, step)  # alive until it has left
     if (wire := wire_of(step)) is not None:
-        return unpacked(NarrowSum(COST[kind], packed(x, mesh, step), mesh, axes, wire).finish(), mesh, step)
-    return unpacked(end(begin(COST[kind], packed(x, mesh, step), mesh, axes)), mesh, step)
+        finish = NarrowSum(COST[kind], sent, mesh, axes, wire).finish
+    else:
+        finish = functools.partial(end, begin(COST[kind], sent, mesh, axes))
+    if step.turn:
+        pass_turn()
+    return unpacked(finish(), mesh, step)
 
 
 def wire_of(step: Step) -> Wire | None:

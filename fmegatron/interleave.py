@@ -3,8 +3,8 @@
     a, b = interleaved(f, g)                 # f(), g()
     results = by_turns(steps, staggered=True)
 
-Two microbatches of a mixture of experts share no value until their gradients are added, so the all-to-all of one can run
-under the computation of the other (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1). Here this is a transform of two
+Two microbatches of a mixture of experts share no value until their gradients are added, so the all-to-all of one (or the
+gathers and sums of tokens, where these are exchanged in that way) can run under the computation of the other (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1). Here this is a transform of two
 functions as they stand, forward and backward in any mixture: each is a program of its own, and only one of them runs at a
 time. Where a program has begun an exchange and would wait for it, it passes the turn (`pass_turn`), and the other goes on from
 where it was, until that one begins an exchange. So what runs when depends on the programs alone, not on time: all ranks issue

@@ -62,6 +62,7 @@ class Sharding:
     tape: Any = None
     check: Any = None
     delayed: bool = False
+    turns: bool = False
     fp8: Any = None
     _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -94,6 +95,13 @@ class Sharding:
         """The same sharding with `delayed` gradients: `settle` reduces them in the end."""
         other = object.__new__(Sharding)
         other.__dict__.update(self.__dict__, delayed=True)
+        return other
+
+    def passing_turns(self) -> Sharding:
+        """The same sharding, whose values leave time for another program while they are on their way (see
+        `fmegatron.interleave`)."""
+        other = object.__new__(Sharding)
+        other.__dict__.update(self.__dict__, turns=True)
         return other
 
     @contextlib.contextmanager
@@ -733,6 +741,7 @@ class Sharding:
     # running
 
     def _run(self, x: torch.Tensor, steps: tuple[Step, ...]) -> torch.Tensor:
+        steps = tuple(Step(*s[:-1], True) for s in steps) if self.turns else steps
         return apply_function(Move, x, self.mesh, steps, NO_CAST) if steps else x
 
     def _moved(

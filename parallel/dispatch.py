@@ -15,7 +15,7 @@ Backends, each the same function of the values:
     all-to-all   rows travel to the rank of their expert and back, routed ones alone
     padded       the same with as many rows for every expert as it may take (see `fmegatron.parallel.padded`)
 
-Rows on their way leave time for another program, such as that of another microbatch (see `fmegatron.interleave`).
+Rows and gathered tokens on their way leave time for another program, such as that of another microbatch (see `fmegatron.interleave`).
 
 Where ranks hold parts of the width of the same experts (`emlp`), each of them needs a row. All-to-all has two ways: the tokens
 of these ranks are gathered, and each sends the rows of all of them; or each sends the rows of its own tokens, and what has come
@@ -84,10 +84,12 @@ def dispatched(
     rows_first = backend == "all-to-all" and _rows_first(sh, chosen.shape[-1])
     tokens = "batch seq*" if rows_first else "batch' seq'" if whole else "batch'' seq''"
     partial = "expert emlp" if whole else "expert' emlp"
+    # gathered tokens, as rows, leave time for another program; what goes along with them is on its way before
+    way = sh.passing_turns() if whole else sh
     if not rows_first:
-        x = sh(x, f"batch seq* embed -> {tokens} embed | {partial}")
         chosen = sh(chosen, f"batch seq* choice -> {tokens} choice | {partial}")
         weights = sh(weights, f"batch seq* choice -> {tokens} choice | {partial}")
+        x = way(x, f"batch seq* embed -> {tokens} embed | {partial}")
     ranks = _Ranks.of(sh, whole, number, rows_first=rows_first)
     apply: Callable[..., Tensor] = _densely if backend == "dense" else _by_rows
 
@@ -114,7 +116,7 @@ def dispatched(
     if sh.check is not None:  # experts see tokens of all ranks, in parts of their width
         across = tuple(a for n in ("batch'", "seq'", "emlp") for a in axes_of(n, sh.mesh, sh.rules))
         sh.check.applied(leaves.read, across, "experts")
-    return y if rows_first else sh.resolve(y, f"{tokens} embed", partial=partial, to="batch seq* embed")
+    return y if rows_first else way.resolve(y, f"{tokens} embed", partial=partial, to="batch seq* embed")
 
 
 def _rows_first(sh: Any, choices: int) -> bool:

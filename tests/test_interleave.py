@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fmegatron as fm
-from fmegatron import exchange, job, tree
+from fmegatron import collectives, exchange, job, tree
 from fmegatron.accumulate import accumulate
 from fmegatron.config import BatchConfig, ExpertConfig, TrainConfig
 from fmegatron.errors import UserError
@@ -162,7 +162,7 @@ LAYOUTS = [
     "dp=2 ep=2 micro=4 remat=nothing zero=2",
     "dp=2,tp=2 sp ep=4 micro=2 zero=3 remat=attention mask=uneven",
     "cp=2,dp=2 ep=2 micro=3 zero=1 mask=row",
-    "dp=2,tp=2 ep=2 etp=2 micro=2 dispatch=dense",
+    "dp=2,tp=2 ep=2 etp=2 micro=2 dispatch=all-gather",
 ]
 
 
@@ -328,7 +328,7 @@ class Work(torch.autograd.Function):
             time.sleep(Watched.now.work)
 
 
-def loss(params, batch, ctx):
+def loss(params, batch, ctx, backend="all-to-all"):
     sh = ctx.sh
     p, x = sh.use(params, SPEC), batch["x"]
 
@@ -341,7 +341,7 @@ def loss(params, batch, ctx):
         chosen = (torch.arange(x.shape[1]) % EXPERTS).expand(x.shape[:2])[..., None]
         weights = x.sigmoid().mean(-1, keepdim=True)
         routed = Routed(chosen, weights, weights, weights, chosen)
-        x = x + dispatched(experts, x, routed, p, number=EXPERTS, sh=sh)
+        x = x + dispatched(experts, x, routed, p, number=EXPERTS, sh=sh, backend=backend)
     items = Work.apply(x, "head").square().sum(-1)
     return fm.Term(items, "batch seq", weight=torch.ones_like(items)), None
 
@@ -353,14 +353,16 @@ def drawn():
     return params, {"x": torch.randn(2 * ROWS, SEQ, EMBED, generator=made, dtype=torch.float64)}
 
 
-def step(overlap, zero=0):
+def step(overlap, zero=0, backend="all-to-all"):
     """[value, *gradients] of two microbatches over all ranks, whose experts lie on all of them."""
     world = torch.distributed.get_world_size()
     mesh = fm.make_mesh(f"dp={world}", also=[f"ep={world}"])
     sh = fm.Sharding(mesh, standard_rules(mesh, zero=zero, **({"store": "dp"} if zero else {})), DOUBLE)
     params, batch = drawn()
     params, batch = sh.shard_params(params, SPEC), {"x": sh.shard(batch["x"], "batch seq embed")}
-    (value, _), grads = accumulate(loss, 2, spec=SPEC, overlap=overlap)(params, batch, fm.Ctx(sh=sh))
+    (value, _), grads = accumulate(functools.partial(loss, backend=backend), 2, spec=SPEC, overlap=overlap)(
+        params, batch, fm.Ctx(sh=sh)
+    )
     return [value, *(t.full_tensor() if hasattr(t, "full_tensor") else t for t in tree.leaves(grads))]
 
 
@@ -397,6 +399,36 @@ def test_an_exchange_is_under_way_while_the_other_microbatch_computes(world):
     found = [some for some in hidden(last[0]) if some]
     back = [some[0].endswith("back") for some in found]
     assert len(found) >= 4 * LAYERS - 1 and 2 * LAYERS <= sum(back) and back.count(False) >= 2 * LAYERS - 1
+
+
+def events_of_gathers(overlap):
+    """The same where tokens are gathered and results summed in place of an exchange of rows; and the values."""
+    begin, end, under_way, watched = collectives.begin, collectives.end, {}, Watched()
+
+    def noted_begin(kind, x, *args):
+        y = begin(kind, x, *args)
+        if x.shape[-1] == EMBED and x.ndim == 4 and kind in ("all-gather", "reduce-scatter"):  # tokens
+            under_way[id(y)] = y
+            watched.note("begin")
+        return y
+
+    def noted_end(y):
+        if under_way.pop(id(y), None) is not None:
+            watched.note("end")
+        return end(y)
+
+    with pytest.MonkeyPatch.context() as patch, watched:
+        patch.setattr(collectives, "begin", noted_begin)
+        patch.setattr(collectives, "end", noted_end)
+        return step(overlap, backend="all-gather"), watched.events
+
+
+def test_gathered_tokens_are_under_way_while_the_other_microbatch_computes():
+    (values, both), (same, plain) = (processes(2).run(events_of_gathers, mode)[0] for mode in ("pairs", "none"))
+    assert all(not some for some in hidden(plain)) and len(hidden(plain)) == 8 * LAYERS
+    assert all(hidden(both)) and len(hidden(both)) == 8 * LAYERS
+    for a, b in zip(values, same, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
 
 
 DELAY = 0.02

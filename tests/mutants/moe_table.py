@@ -239,8 +239,8 @@ EXPERT = (
         "torchtitan #1805, #1878: a bare to_local in front of the experts",
         (
             f"{DISPATCH}:dispatched",
-            'sh(x, f"batch seq* embed -> {tokens} embed | {partial}")',
-            'sh(x, f"batch seq* embed -> {tokens} embed")',
+            'way(x, f"batch seq* embed -> {tokens} embed | {partial}")',
+            'way(x, f"batch seq* embed -> {tokens} embed")',
         ),
         on="tp=2",
     ),
