@@ -72,6 +72,73 @@ def exchange_several(xs: Sequence[Tensor], mesh: Mesh, axes: tuple[str, ...], sp
     return list(apply_function(_Exchange, mesh, mesh.sorted(mesh.live(axes)), splits, *xs))
 
 
+class UnderWay:
+    """Rows on their way: an exchange of several tensors that has begun. What is computed until `finish` runs beside it, and its
+    backward beside the exchange of the gradients."""
+
+    def __init__(self, xs: Sequence[Tensor], mesh: Mesh, axes: tuple[str, ...], splits: Splits) -> None:
+        self.mesh, self.axes, self.splits = mesh, mesh.sorted(mesh.live(axes)), splits
+        self.started: list[Tensor] = []
+        self.back: list[Tensor | None] | None = None  # gradients on their way
+        self.sent: tuple[Tensor, ...] = apply_function(_Begin, self, *xs)
+
+    def finish(self) -> list[Tensor]:
+        """The rows that have come, as `exchange_several` gives them."""
+        sent, self.sent = self.sent, ()  # which hold this object
+        return list(apply_function(_Finish, self, *sent))
+
+
+class _Begin(Function):
+    """(way, x, …) -> the same tensors, of which an exchange is under way."""
+
+    @staticmethod
+    def forward(way: UnderWay, *xs: Tensor) -> tuple[Tensor, ...]:
+        way.started = [begin_rows(x.contiguous(), way.mesh, way.axes, way.splits) for x in xs]
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.way = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple:
+        back, ctx.way.back = ctx.way.back, None
+        if back is None:  # they have come
+            return None, *gs
+        pass_turn()
+        return None, *(None if g is None else end_rows(g) for g in back)
+
+
+class _Finish(Function):
+    """(way, x, …) -> what the exchange gives. Its backward begins the exchange back, and `_Begin`'s waits for it."""
+
+    @staticmethod
+    def forward(way: UnderWay, *xs: Tensor) -> tuple[Tensor, ...]:
+        started, way.started = way.started, []
+        pass_turn()
+        return tuple(end_rows(y) for y in started)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.way, *xs = inputs
+        ctx.shapes = [x.shape for x in xs]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple:
+        way, wanted = ctx.way, ctx.needs_input_grad[1:]
+        back = [g if g is not None and w else None for g, w in zip(gs, wanted, strict=True)]
+        if torch.is_grad_enabled():  # a derivative of it is wanted too: one after the other
+            here = (way.mesh, way.axes, way.splits.back)
+            return None, *(None if g is None else exchange_rows(g, *here) for g in back)
+        way.back = [
+            None if g is None else begin_rows(g.contiguous(), way.mesh, way.axes, way.splits.back) for g in back
+        ]
+        empty = (None if g is None else g.new_zeros(()).expand(s) for g, s in zip(back, ctx.shapes, strict=True))
+        return None, *empty  # in place of what is to come
+
+
 class _Exchange(Function):
     @staticmethod
     def forward(mesh: Mesh, axes: tuple[str, ...], splits: Splits, *xs: Tensor) -> tuple[Tensor, ...]:

@@ -608,13 +608,14 @@ class Decoder:
             number=sizes.routing.experts,
             backend=self.dispatch,
         )
-        y, routed = layer(p, x, ctx)
-        if sizes.shared:
-            shared = self._feed_forward(p, x, ctx, SHARED)
-            if sizes.shared_gate:
-                shared = shared * torch.sigmoid((x * p["shared_weight"]).sum(-1, keepdim=True))
-            y = y + shared
-        return y, routed
+
+        def shared() -> Tensor:
+            y = self._feed_forward(p, x, ctx, SHARED)
+            if "shared_weight" in p:
+                y = y * torch.sigmoid((x * p["shared_weight"]).sum(-1, keepdim=True))
+            return y
+
+        return layer(p, x, ctx, beside=shared if sizes.shared else None)
 
     def _feed_forward(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx, prefix: str = "") -> Tensor:
         sh, activation = ctx.sh, self.config.activation

@@ -43,8 +43,8 @@ from torch import Tensor
 from fmegatron.checking import Noted
 from fmegatron.collectives import Move, Step
 from fmegatron.errors import UserError
-from fmegatron.exchange import Splits, exchange_counts, exchange_rows, exchange_several
-from fmegatron.function import apply_function
+from fmegatron.exchange import Splits, UnderWay, exchange_counts, exchange_rows, exchange_several
+from fmegatron.function import apply_function, under_torch_func
 from fmegatron.kernels.moe import gather_rows, sort_by_expert, sum_choices
 from fmegatron.layout import apart_among_experts, axes_of
 from fmegatron.parallel.padded import by_places
@@ -65,12 +65,15 @@ def dispatched(
     number: int,
     sh: Any,
     backend: Backend = "all-to-all",
+    beside: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """What a token's experts make of it, summed over its choices: x[batch seq* embed] -> [batch seq* embed].
 
     experts(rows[row embed], weights[row], ends[expert], leaves, sh=sh) -> [row embed]: `ends`, int32, is the row behind each local
         expert's last one. Its result is a summand over the axes of `emlp`.
     routed: each token's experts and weights. leaves: what experts read, gathered. number: of all experts.
+    beside: a function of what is added, [batch seq* embed], such as a shared expert. Where rows travel it is computed while they
+        are on their way to their experts, and its backward while their gradients are on the way back.
 
     Raises UserError for a backend that is not known, and for "padded" without a bound of an expert's choices.
     """
@@ -92,6 +95,9 @@ def dispatched(
         x = way(x, f"batch seq* embed -> {tokens} embed | {partial}")
     ranks = _Ranks.of(sh, whole, number, rows_first=rows_first)
     apply: Callable[..., Tensor] = _densely if backend == "dense" else _by_rows
+    added: list[Tensor] = []
+    if backend == "all-to-all":
+        apply = functools.partial(_by_rows, early=None if beside is None else lambda: added.append(beside()))
 
     # what a rank's choices are at most, times the ranks whose tokens were gathered
     bound = None if routed.bound is None else routed.bound * (chosen.numel() // routed.experts.numel())
@@ -116,7 +122,10 @@ def dispatched(
     if sh.check is not None:  # experts see tokens of all ranks, in parts of their width
         across = tuple(a for n in ("batch'", "seq'", "emlp") for a in axes_of(n, sh.mesh, sh.rules))
         sh.check.applied(leaves.read, across, "experts")
-    return y if rows_first else way.resolve(y, f"{tokens} embed", partial=partial, to="batch seq* embed")
+    y = y if rows_first else way.resolve(y, f"{tokens} embed", partial=partial, to="batch seq* embed")
+    if beside is None:
+        return y
+    return y + (added[0] if added else beside())
 
 
 def _rows_first(sh: Any, choices: int) -> bool:
@@ -254,8 +263,13 @@ def _by_rows(
     weights: Tensor,
     bound: int | None,
     ranks: _Ranks,
+    *,
+    early: Callable[[], None] | None = None,
 ) -> Tensor:
-    """x[token embed], chosen and weights[token choice] -> [token embed], by rows in the order of their experts."""
+    """x[token embed], chosen and weights[token choice] -> [token embed], by rows in the order of their experts.
+
+    early: called while rows are on their way, where they can be left alone for that.
+    """
     choices, none, keys = chosen.shape[1], ranks.travelling * ranks.each, ranks.key(chosen)
     order, inverse, ends = sort_by_expert(keys.flatten(), none)
     splits: Splits | None = None
@@ -280,7 +294,12 @@ def _by_rows(
         mesh, n, among = ranks.sh.mesh, ranks.sh.mesh.size(ranks.parts), splits
         if ranks.parts:
             coming, among = exchange_counts(coming.flatten().expand(n, -1), mesh, ranks.parts)
-        came = exchange_several([taken, scales], mesh, ranks.travelled, splits)
+        if early is None or mesh.simulated or under_torch_func() or torch.compiler.is_compiling():
+            came = exchange_several([taken, scales], mesh, ranks.travelled, splits)
+        else:
+            way = UnderWay([taken, scales], mesh, ranks.travelled, splits)
+            early()
+            came = way.finish()
         if ranks.parts:
             copies = ranks.copies(splits, device=x.device)
             came = exchange_several([gather_rows(t, *copies, n) for t in came], mesh, ranks.parts, among)

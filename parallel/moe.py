@@ -38,16 +38,20 @@ def moe(
     *,
     number: int,
     backend: Backend = "all-to-all",
-) -> Callable[[Mapping[str, Tensor], Tensor, Ctx], tuple[Tensor, Routed]]:
-    """f(leaves, x, ctx) -> (y, routed): what a token's experts make of it, weighted and summed; x and y[batch seq* embed].
+) -> Callable[..., tuple[Tensor, Routed]]:
+    """f(leaves, x, ctx, beside=None) -> (y, routed): what a token's experts make of it, weighted and summed; x and y[batch seq*
+    embed]. beside: a function of what is added to it, computed while rows travel (see `dispatched`).
 
     router(leaves, x, ctx) -> Routed, on the stream. experts(rows, weights, ends, leaves, sh=sh), see `mlp_experts`. number: of all
     experts; it divides by the size of `expert`'s axes. backend: see `fmegatron.parallel.dispatch`.
     """
 
-    def layer(leaves: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> tuple[Tensor, Routed]:
+    def layer(
+        leaves: Mapping[str, Tensor], x: Tensor, ctx: Ctx, beside: Callable[[], Tensor] | None = None
+    ) -> tuple[Tensor, Routed]:
         routed = router(leaves, x, ctx)
-        return dispatched(experts, x, routed, leaves, number=number, sh=ctx.sh, backend=backend), routed
+        y = dispatched(experts, x, routed, leaves, number=number, sh=ctx.sh, backend=backend, beside=beside)
+        return y, routed
 
     return layer
 

@@ -328,7 +328,7 @@ class Work(torch.autograd.Function):
             time.sleep(Watched.now.work)
 
 
-def loss(params, batch, ctx, backend="all-to-all"):
+def loss(params, batch, ctx, backend="all-to-all", shared=False):
     sh = ctx.sh
     p, x = sh.use(params, SPEC), batch["x"]
 
@@ -341,7 +341,9 @@ def loss(params, batch, ctx, backend="all-to-all"):
         chosen = (torch.arange(x.shape[1]) % EXPERTS).expand(x.shape[:2])[..., None]
         weights = x.sigmoid().mean(-1, keepdim=True)
         routed = Routed(chosen, weights, weights, weights, chosen)
-        x = x + dispatched(experts, x, routed, p, number=EXPERTS, sh=sh, backend=backend)
+        options = {"number": EXPERTS, "sh": sh, "backend": backend}
+        beside = functools.partial(Work.apply, x.tanh(), "shared") if shared else None
+        x = x + dispatched(experts, x, routed, p, beside=beside, **options)
     items = Work.apply(x, "head").square().sum(-1)
     return fm.Term(items, "batch seq", weight=torch.ones_like(items)), None
 
@@ -353,14 +355,14 @@ def drawn():
     return params, {"x": torch.randn(2 * ROWS, SEQ, EMBED, generator=made, dtype=torch.float64)}
 
 
-def step(overlap, zero=0, backend="all-to-all"):
+def step(overlap, zero=0, **options):
     """[value, *gradients] of two microbatches over all ranks, whose experts lie on all of them."""
     world = torch.distributed.get_world_size()
     mesh = fm.make_mesh(f"dp={world}", also=[f"ep={world}"])
     sh = fm.Sharding(mesh, standard_rules(mesh, zero=zero, **({"store": "dp"} if zero else {})), DOUBLE)
     params, batch = drawn()
     params, batch = sh.shard_params(params, SPEC), {"x": sh.shard(batch["x"], "batch seq embed")}
-    (value, _), grads = accumulate(functools.partial(loss, backend=backend), 2, spec=SPEC, overlap=overlap)(
+    (value, _), grads = accumulate(functools.partial(loss, **options), 2, spec=SPEC, overlap=overlap)(
         params, batch, fm.Ctx(sh=sh)
     )
     return [value, *(t.full_tensor() if hasattr(t, "full_tensor") else t for t in tree.leaves(grads))]
@@ -428,6 +430,24 @@ def test_gathered_tokens_are_under_way_while_the_other_microbatch_computes():
     assert all(not some for some in hidden(plain)) and len(hidden(plain)) == 8 * LAYERS
     assert all(hidden(both)) and len(hidden(both)) == 8 * LAYERS
     for a, b in zip(values, same, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
+
+
+def events_of_shared():
+    """With an expert that every token has: the values, what happens in one microbatch, and the values by every expert for every
+    token."""
+    with Watched() as watched:
+        values = step("none", shared=True)
+    return values, [what for what, _ in watched.events], step("none", shared=True, backend="dense")
+
+
+def test_a_shared_expert_is_computed_while_rows_travel():
+    """Between the issue of their exchange and the wait for it, and its backward beside that of their gradients."""
+    values, log, want = processes(2).run(events_of_shared)[0]
+    forward = ["mix", "begin", "shared", "end", "experts", "begin", "end"] * LAYERS
+    layer = ["begin", "end", "experts back", "begin", "shared back", "end", "mix back"]
+    assert log == [*forward, "head", "head back", *layer * LAYERS] * 2
+    for a, b in zip(values, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
 
 

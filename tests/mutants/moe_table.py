@@ -256,9 +256,10 @@ EXPERT = (
         "it is reduced with the other experts' and again by its own layer",
         (
             f"{DECODER}:Decoder._experts",
-            "            y = y + shared\n",
+            "            y = self._feed_forward(p, x, ctx, SHARED)\n",
+            "            y = self._feed_forward(p, x, ctx, SHARED)\n"
             "            n = 1 if ctx.sh.mesh is None else ctx.sh.mesh.size(ctx.sh.axes('shared_mlp'))\n"
-            "            y = y + shared * n - shared.detach() * (n - 1)\n",
+            "            y = y * n - y.detach() * (n - 1)\n",
         ),
         on="tp=2 sp",
     ),
