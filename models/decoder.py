@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fmegatron.accumulate import Term, Weight
-from fmegatron.context import Ctx
+from fmegatron.context import PADDING, Ctx
 from fmegatron.errors import UserError
 from fmegatron.initializers import Normal, Ones, Zeros
 from fmegatron.models import mla, mtp
@@ -494,6 +494,8 @@ class Decoder:
         rows begin with padding."""
         segments = batch.pop("segments", None)
         rest, ctx = {"tokens": tokens, **batch}, ctx or Ctx()
+        if segments is not None and self.config.moe is not None:
+            rest["real"] = segments[:, start:] != PADDING  # padding takes no place of an expert
         slots = (start, start + tokens.shape[1])
         ctx = ctx.replace(extras={**(ctx.extras or {}), "slots": slots, "kv_segments": segments})
         ctx = self.context(rest, ctx)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from fmegatron import cli, generate
 from fmegatron.data import load_tokenizer
 from fmegatron.generate import Printer, continuation, draw, generate_tokens, load_run
 from fmegatron.models import Decoder, DecoderConfig
+from fmegatron.models.moe import MoE
+from fmegatron.parallel.routing import Routing
 from fmegatron.random import fold_in, key
 from fmegatron.sharding import Sharding
 from fmegatron.spec import init
@@ -75,6 +78,15 @@ def test_several_prompts_equal_each_alone(model, params, options) -> None:
         others = [PROMPTS[first], *PROMPTS[:first], *PROMPTS[first + 1 :]]
         together = generate_tokens(model, params, others, tokens=12, seed=5, **options)
         assert together[0] == generate_tokens(model, params, [PROMPTS[first]], tokens=12, seed=5, **options)[0]
+
+
+def test_of_experts_with_a_capacity_padding_takes_no_place() -> None:
+    """Prompts of unequal length equal each alone: the first tokens of a row find a place, and padding is in front of them."""
+    moe = MoE(Routing(4, 2, normalised=True, capacity=1.0, drop="position"), 32)
+    mixture = Decoder(dataclasses.replace(SMALL, moe=moe))
+    params = init(mixture.spec(), key(3))
+    together = generate_tokens(mixture, params, PROMPTS, tokens=6)
+    assert together == [generate_tokens(mixture, params, [prompt], tokens=6)[0] for prompt in PROMPTS]
 
 
 def test_a_cached_step_processes_one_token(model, params) -> None:
