@@ -741,7 +741,7 @@ class Sharding:
     # running
 
     def _run(self, x: torch.Tensor, steps: tuple[Step, ...]) -> torch.Tensor:
-        steps = tuple(Step(*s[:-1], True) for s in steps) if self.turns else steps
+        steps = tuple(s._replace(turn=True) for s in steps) if self.turns else steps
         return apply_function(Move, x, self.mesh, steps, NO_CAST) if steps else x
 
     def _moved(
