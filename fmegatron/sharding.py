@@ -521,7 +521,7 @@ class Sharding:
         assert self.mesh is not None
         live = self.mesh.live(axes)
         place = self.mesh.position(live)
-        return uneven.parts(n, tuple(self.mesh.sizes[a] for a in live))[place if isinstance(place, int) else 0][1]
+        return uneven.part(n, tuple(self.mesh.sizes[a] for a in live), place if isinstance(place, int) else 0)
 
     def stored_index(self, param: Param) -> tuple[torch.Tensor | None, ...] | None:
         """Per dim the global positions of this rank's shard at rest (None: all of them); None without a mesh."""

@@ -8,6 +8,8 @@ and *laid out* where all parts stand one after the other, each filled up.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -25,6 +27,16 @@ def parts(n: int, counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
             cut += [(start + min(i * each, size), max(0, min(each, size - i * each))) for i in range(count)]
         found = cut
     return tuple(found)
+
+
+def part(n: int, counts: tuple[int, ...], place: int) -> int:
+    """The size of one of these parts, without the others."""
+    ranks = math.prod(counts)
+    for count in counts:
+        each, ranks = -(-n // count), ranks // count
+        i, place = divmod(place, ranks)
+        n = max(0, min(each, n - i * each))
+    return n
 
 
 def largest(n: int, counts: tuple[int, ...]) -> int:

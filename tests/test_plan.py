@@ -20,10 +20,12 @@ from fmegatron.grad import to_local
 from fmegatron.models import PRESETS, Decoder, DecoderConfig, MoE
 from fmegatron.parallel.routing import Routing
 from fmegatron.plan import Cluster, Model, Reach, Setting, estimate, hardware, memory, plan, times
-from fmegatron.plan.communication import collectives, entries
+from fmegatron.plan.communication import entries
 from fmegatron.plan.hardware import load, save
-from fmegatron.plan.memory import held_by, in_flight, of_stages
+from fmegatron.plan.memory import held_by, of_stages
+from fmegatron.plan.rank import virtual_of
 from fmegatron.plan.report import command
+from fmegatron.plan.residuals import most_alive, residuals
 from fmegatron.plan.timing import ranks_of_a_node
 from fmegatron.plan.tracing import Attention, Product
 from fmegatron.precision import Precision
@@ -156,11 +158,6 @@ def _by_kind(found):
     return {(e.kind, e.axes): (e.bytes, e.sent) for e in found}
 
 
-def test_stages_are_not_counted_as_one_step():
-    with pytest.raises(UserError, match="leave pp out"):
-        collectives(Model(Decoder(CONFIG)), setting("pp=2,dp=2"))
-
-
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
@@ -210,7 +207,11 @@ def test_residuals_of_schedules():
         words = f" virtual={virtual}" if virtual else ""
         s = setting(f"pp=4 micro={micro} schedule={name}{words}")
         table = make_schedule(name, 4, micro, virtual=virtual)
-        assert [in_flight(s, r) for r in range(4)] == [int(n) for n in peaks(table)], name
+        want = [int(n) for n in peaks(table)]
+        virtual = virtual_of(s.layout)
+        assert [residuals(name, 4, micro, virtual, r) for r in range(4)] == want, name
+        moments = [most_alive(name, 4, micro, virtual, r) for r in range(4)]
+        assert [max(sum(kept) + sum(left) for kept, left in some) for some in moments] == want, name
 
 
 # ---------------------------------------------------------------------------------------------------- time and hardware

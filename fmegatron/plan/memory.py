@@ -11,23 +11,21 @@ schedule. The most is either at the first backward of a full pipeline, or at the
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fmegatron.axes import PIPELINE
-from fmegatron.parallel.schedule_check import peaks
-from fmegatron.parallel.schedule_theory import theory
-from fmegatron.parallel.schedules import make_schedule
 from fmegatron.parallel.stages import Stage
-from fmegatron.plan.rank import Model, Setting, read_elements, size
+from fmegatron.plan.rank import SPLIT, Model, Setting, placement, read_elements, size, virtual_of
+from fmegatron.plan.residuals import most_alive, residuals
 from fmegatron.sharding import Sharding
 from fmegatron.spec import Param
+from fmegatron.testing.layout import Layout
 from fmegatron.tree import leaves
 from fmegatron.zero import BUCKET
 
@@ -64,19 +62,55 @@ class Memory:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("rank", "in_flight")}
 
 
-def memory(model: Model, setting: Setting, *, rank: int | None = None) -> Memory:
-    """Bytes of one rank of the pipeline; None: of that which needs most."""
-    layout = setting.layout
-    ranks = size(layout, PIPELINE)
-    if rank is None:
-        some = (
-            sorted({0, 1 % ranks, ranks - 1}) if layout.schedule in ("1f1b", "interleaved", "gpipe") else range(ranks)
+def memory(model: Model, setting: Setting, *, rank: int | None = None, exact: bool = True) -> Memory:
+    """Bytes of one rank of the pipeline; None: of that which needs most. exact: residuals are counted stage by stage in the schedule's
+    table; else, quicker, as if all stages of a rank were alike."""
+    parts = _Sizes.of(model, setting)
+    some = _unlike(model, setting.layout) if rank is None else [rank]
+    return max((_of_rank(model, setting, r, parts, exact) for r in some), key=lambda m: (m.total, -m.rank))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of the traces of a setting. saved, left: of a layer of each kind (see `Trace`, `Halves`); working: of one beside that."""
+
+    saved: dict[int, int]
+    left: dict[int, int]
+    working: dict[int, int]
+    embed: int
+    carry: int
+    head: int
+    head_working: int
+
+    @staticmethod
+    def of(model: Model, setting: Setting) -> _Sizes:
+        rows = setting.microbatch
+        traces = {k: model.trace(setting, k, rows) for k in sorted(set(model.kinds))}
+        embed, head = (model.trace(setting, part, rows) for part in ("embed", "head"))
+        return _Sizes(
+            {k: t.saved for k, t in traces.items()},
+            {k: 0 if t.halves is None else t.halves.left for k, t in traces.items()},
+            {k: max(t.backward.working, t.forward.working) for k, t in traces.items()},
+            embed.saved,
+            embed.out,
+            head.saved,
+            max(head.forward.working, head.backward.working),
         )
-        return max((memory(model, setting, rank=r) for r in some), key=lambda m: (m.total, -m.rank))
+
+    def of_stage(self, model: Model, stage: Stage) -> tuple[int, int, int]:
+        """(a residual's bytes, the loss's in it, what the first half of a backward leaves)."""
+        layers = Counter(model.kinds[i] for i in stage.layers)
+        saved = sum(self.saved[k] * n for k, n in layers.items()) + self.embed * stage.embedding
+        if stage.embedding and layers and not stage.head:
+            saved -= self.carry  # what it gives has gone; in other stages what they got is there instead
+        return saved, self.head * stage.head, sum(self.left[k] * n for k, n in layers.items())
+
+
+def _of_rank(model: Model, setting: Setting, rank: int, parts: _Sizes, exact: bool) -> Memory:
+    layout = setting.layout
     sh, stages = model.sharding(setting), held_by(model, setting, rank)
     resting, wide = of_stages(model, sh, stages), _accumulated(sh)
-    rows, several = setting.microbatch, layout.micro > 1 or layout.pipelined
-    zero = layout.zero
+    several, zero = layout.micro > 1 or layout.pipelined, layout.zero
     kinds = sorted({model.kinds[i] for s in stages for i in s.layers})
     largest = max((_layer_elements(model, sh, k) for k in kinds), default=0)
 
@@ -86,22 +120,9 @@ def memory(model: Model, setting: Setting, *, rank: int | None = None) -> Memory
     else:
         gradients = (resting.params if zero == 1 and several else resting.state) * wide
 
-    counts = Counter(model.kinds[i] for s in stages for i in s.layers)
-    stored = sum(model.trace(setting, k, rows).saved * n for k, n in counts.items())
-    chunks = len(stages)
-    alive = in_flight(setting, rank)
-    activations = stored * alive // chunks
-    activations += sum(model.trace(setting, "embed", rows).saved for s in stages if s.embedding) * max(
-        1, alive // chunks
-    )
-    carry = model.trace(setting, "embed", rows).out
-    logits = head_working = 0
-    if any(s.head for s in stages):
-        head = model.trace(setting, "head", rows)
-        logits = head.saved
-        head_working = max(head.forward.working, head.backward.working)
-    layer = [model.trace(setting, k, rows) for k in kinds]
-    working = max((max(t.backward.working, t.forward.working) for t in layer), default=0)
+    activations, logits, alive = _kept(model, setting, rank, stages, parts, exact)
+    head_working = parts.head_working if any(s.head for s in stages) else 0
+    working = max((parts.working[k] for k in kinds), default=0)
 
     compute = (setting.precision.compute_dtype or setting.precision.params).itemsize
     moved = any(model.moves(sh, ("layer", k), leaves(model.spec["layers"][k]), "enter") for k in kinds)
@@ -112,7 +133,7 @@ def memory(model: Model, setting: Setting, *, rank: int | None = None) -> Memory
     if zero in (1, 2) and sh.mesh is not None:
         buffers = 2 * min(BUCKET, resting.params) * setting.precision.params.itemsize
     if layout.pipelined:
-        buffers += 4 * carry
+        buffers += 4 * parts.carry
 
     # the moments at which it may be most: the first backward (all activations, gradients of other microbatches), and the last
     first = dict(activations=activations, logits=logits, working=max(working, head_working), gathered=gathered)
@@ -131,6 +152,47 @@ def memory(model: Model, setting: Setting, *, rank: int | None = None) -> Memory
         in_flight=alive,
         **moment,
     )
+
+
+def _kept(
+    model: Model, setting: Setting, rank: int, stages: Sequence[Stage], parts: _Sizes, exact: bool
+) -> tuple[int, int, int]:
+    """(bytes of residuals of layers, and of the loss, when most is alive; how many residuals of a stage that are)."""
+    layout = setting.layout
+    each = [parts.of_stage(model, s) for s in stages]
+    if not layout.pipelined:
+        ((saved, logits, _),) = each
+        return saved, logits, 1
+    name, ranks, virtual = layout.schedule, size(layout, PIPELINE), virtual_of(layout)
+    if not exact and name not in SPLIT:
+        alive = residuals(name, ranks, layout.micro, virtual, rank)
+        heads = alive if name == "gpipe" else layout.micro if name == "bfs" else 1
+        return alive * sum(s for s, _, _ in each) // len(each), heads * sum(n for _, n, _ in each), alive
+    moments = []
+    for kept, left in most_alive(name, ranks, layout.micro, virtual, rank):
+        layers = sum(n * s + m * x for n, m, (s, _, x) in zip(kept, left, each, strict=True))
+        moments.append((layers, sum(n * x for n, (_, x, _) in zip(kept, each, strict=True)), sum(kept)))
+    return max(moments, key=lambda m: (m[0] + m[1], m))
+
+
+def _unlike(model: Model, layout: Layout) -> list[int]:
+    """The ranks of a pipeline that may need most: of those that hold alike the first, which is furthest ahead; and the last, as V-shaped
+    schedules keep as much on every rank, but more of its second stage the further it is."""
+    ranks = size(layout, PIPELINE)
+
+    def found() -> list[int]:
+        alike: dict[Any, list[int]] = {}
+        for r in range(ranks):
+            held = [model.stages(layout)[n] for n, owner in enumerate(placement(layout)) if owner == r]
+            layers = Counter(model.kinds[i] for s in held for i in s.layers)
+            ends = tuple((s.embedding, s.head) for s in held)
+            alike.setdefault((tuple(sorted(layers.items())), ends), []).append(r)
+        return sorted(
+            {r for some in alike.values() for r in (some[0], some[-1] if layout.schedule in SPLIT else some[0])}
+        )
+
+    key = ranks, layout.schedule, layout.virtual, layout.stages
+    return model.kept(("unlike", key), found)
 
 
 @dataclass(frozen=True)
@@ -161,12 +223,17 @@ def of_stages(model: Model, sh: Sharding, stages: Iterable[Stage]) -> AtRest:
             [*(model.ends.front if stage.embedding else ()), *(model.ends.back if stage.head else ())]
         )
         for kind, n in Counter(model.kinds[i] for i in stage.layers).items():
-            one = _once(model, sh, kind, lambda kind=kind: leaves(model.spec["layers"][kind]))  # type: ignore[misc]
+            one = of_layer(model, sh, kind)
             total = AtRest(total.params + n * one.params, total.state + n * one.state, total.bytes + n * one.bytes)
     for name in names:
         one = _once(model, sh, name, lambda name=name: leaves(model.spec[name]))  # type: ignore[misc]
         total = AtRest(total.params + one.params, total.state + one.state, total.bytes + one.bytes)
     return total
+
+
+def of_layer(model: Model, sh: Sharding, kind: int) -> AtRest:
+    """Of one layer of a kind."""
+    return _once(model, sh, kind, lambda: leaves(model.spec["layers"][kind]))
 
 
 def _once(model: Model, sh: Sharding, key: Any, params: Callable[[], Iterable[Param]]) -> AtRest:
@@ -175,27 +242,8 @@ def _once(model: Model, sh: Sharding, key: Any, params: Callable[[], Iterable[Pa
 
 def held_by(model: Model, setting: Setting, rank: int) -> list[Stage]:
     """The stages of a rank of the pipeline."""
-    stages, ranks = model.stages(setting.layout), size(setting.layout, PIPELINE)
-    if setting.layout.schedule in ("zbv", "dualpipev"):
-        return [stages[rank], stages[2 * ranks - 1 - rank]]
-    return [stages[n] for n in range(rank, len(stages), ranks)]
-
-
-def in_flight(setting: Setting, rank: int) -> int:
-    """The most residuals of a stage that are alive at once on a rank (see `fmegatron.parallel.schedule_theory`)."""
-    layout = setting.layout
-    if not layout.pipelined:
-        return 1
-    return _peaks(layout.schedule, size(layout, PIPELINE), layout.micro, layout.virtual)[rank]
-
-
-@functools.cache
-def _peaks(schedule: str, ranks: int, microbatches: int, virtual: int | None) -> tuple[int, ...]:
-    """Of each rank: by the closed form where one is known, else counted in the table."""
-    known = theory(schedule, ranks, microbatches, virtual=virtual or 2)
-    if known is not None and known.peaks is not None:
-        return known.peaks
-    return tuple(map(int, peaks(make_schedule(schedule, ranks, microbatches, virtual=virtual))))
+    stages = model.stages(setting.layout)
+    return [stages[n] for n, owner in enumerate(placement(setting.layout)) if owner == rank]
 
 
 def _layer_elements(model: Model, sh: Sharding, kind: int) -> int:

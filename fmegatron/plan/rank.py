@@ -21,8 +21,8 @@ from fmegatron.axes import PIPELINE, parse_axes
 from fmegatron.collectives import COST, wire_of
 from fmegatron.errors import UserError
 from fmegatron.parallel.pipeline_stage import Ends, find_ends, inside_stage
-from fmegatron.parallel.stages import Stage, even, parse_layout
-from fmegatron.plan.tracing import Parts, Trace, Work, ranks_not_there
+from fmegatron.parallel.stages import Stage, even, loop, parse_layout, vee
+from fmegatron.plan.tracing import Halves, Parts, Trace, Work, ranks_not_there
 from fmegatron.precision import Precision
 from fmegatron.primitives.cross_entropy import KEPT_ELEMENTS
 from fmegatron.recording import Collective
@@ -33,6 +33,9 @@ from fmegatron.testing.program import Program
 from fmegatron.tree import leaves
 
 HALF = (torch.bfloat16, torch.float16)
+ENTRY = "mtp"  # of a model's parameters: prediction modules, which are layers behind the others
+FOLDED = ("zbv", "dualpipev")  # schedules that place stages as a V,
+SPLIT = ("zbh1", *FOLDED)  # and those that run the halves of a backward apart
 
 
 @dataclass(frozen=True)
@@ -152,15 +155,17 @@ class Model:
         """Of "embed", "head" or a layer, with so many rows in a microbatch on a rank. keep: whether the loss keeps its
         probabilities; None: if it does with these rows."""
         outer = setting.layout
-        layout, text = self.kept(("inner", outer), lambda: (lambda x: (x, str(x)))(_inner(outer)))
+        layout, text, ends = self.kept(("inner", outer), lambda: _with_texts(_inner(outer)))
         keep = part == "head" and self._keeps(setting, layout, rows) if keep is None else keep
         part = self.kinds[part] if isinstance(part, int) else part
+        halves = isinstance(part, int) and outer.schedule in SPLIT
         key = (
-            text if isinstance(part, int) else text.partition(" remat=")[0],
+            text if isinstance(part, int) else ends,
             setting.precision,
             setting.seq,
             part,
             keep,
+            halves,
         )
         if (*key, rows) not in self.traces:
             cut = part != "embed" and size(layout, "tp", "cp") > 1
@@ -168,7 +173,7 @@ class Model:
                 everything = dataclasses.replace(setting, layout=dataclasses.replace(outer, remat="everything"))
                 made = nothing_kept(self.trace(everything, part, rows))
             elif rows == 1 or (rows == 2 and cut):
-                made = self._traced(setting, layout, part, rows, keep)
+                made = self._traced(setting, layout, part, rows, keep, halves)
             else:
                 # gathers of several rows put them in order again, which one row needs not
                 made = scaled(self.trace(setting, part, 1 + cut, keep), rows, 1 + cut)
@@ -188,7 +193,9 @@ class Model:
         tp = size(layout, "tp")
         return half and vocab % tp == 0 and rows * setting.seq // size(layout, "cp") * vocab // tp <= KEPT_ELEMENTS
 
-    def _traced(self, setting: Setting, layout: Layout, part: str | int, rows: int, keep: bool) -> Trace:
+    def _traced(
+        self, setting: Setting, layout: Layout, part: str | int, rows: int, keep: bool, halves: bool = False
+    ) -> Trace:
         model = self.program.on(layout).model
         fields = {f.name for f in dataclasses.fields(model)} if dataclasses.is_dataclass(model) else set()
         if "keep_probabilities" in fields:
@@ -197,7 +204,7 @@ class Model:
         if sh.mesh is not None:
             sh = dataclasses.replace(sh, mesh=ranks_not_there(sh.mesh), _plans={})
         parts = Parts(model, sh, rows, setting.seq, self._few)
-        return parts.layer(part) if isinstance(part, int) else getattr(parts, part)()
+        return parts.layer(part, halves=halves) if isinstance(part, int) else getattr(parts, part)()
 
     def sums(self, setting: Setting) -> Counter[Collective]:
         """The collectives of the sums of a step's losses, statistics and weights, on the whole mesh of a stage."""
@@ -214,11 +221,10 @@ class Model:
 
     def stages(self, layout: Layout) -> tuple[Stage, ...]:
         """What each stage of the pipeline holds."""
-        if not layout.pipelined:
-            return even(self.layers, 1)
         if layout.stages:
             return parse_layout(layout.stages, layers=self.layers)
-        return even(self.layers, size(layout, PIPELINE) * virtual_of(layout))
+        count = size(layout, PIPELINE) * virtual_of(layout)
+        return self.kept(("stages", count), lambda: even(self.layers, count))
 
     def entries(self, stage: Stage) -> list[Param]:
         """The parameters outside the layers that a stage holds."""
@@ -270,6 +276,34 @@ class Model:
         return Counter(Collective(kind, axes, n, e, dtype) for (kind, axes, n, dtype), e in sums.items())
 
 
+class Rough(Model):
+    """A model that is traced less: layouts with context parallelism are parts of those without, as if that cost nothing, and one row
+    is half of two. So it tells what a layout takes and keeps at least, or nearly so."""
+
+    def __init__(self, exact: Model) -> None:
+        super().__init__(exact.model)
+        self.exact = exact
+
+    def trace(self, setting: Setting, part: str | int, rows: int, keep: bool | None = None) -> Trace:
+        layout = setting.layout
+        cp, several = size(layout, "cp"), 1 + (size(layout, "tp") > 1)
+        keep = part == "head" and self._keeps(setting, layout, rows) if keep is None else keep
+        part = self.kinds[part] if isinstance(part, int) else part
+
+        def made() -> Trace:
+            data = size(layout, "dp", "fsdp") * cp
+            whole = dataclasses.replace(layout, mesh=f"dp={data},tp={size(layout, 'tp')}", context="gather", **_PLAIN)
+            alone = dataclasses.replace(setting, layout=whole)
+            return scaled(self.exact.trace(alone, part, several, keep), rows, cp * several)
+
+        if cp == 1 and rows >= several:
+            return self.exact.trace(setting, part, rows, keep)
+        return self.kept(("rough", _outer(layout), layout.remat, setting.seq, part, rows, keep), made)
+
+
+_PLAIN: dict[str, Any] = dict(zero=0, micro=1, schedule="1f1b", virtual=None, stages="", store="", state="")
+
+
 def _read_shape(sh: Sharding, p: Param) -> tuple[int, ...]:
     """The shape of a parameter as equations read it."""
     return tuple(sh.local_size(name, n) for name, n in zip(p.names, p.shape, strict=True))
@@ -281,10 +315,16 @@ def read_elements(sh: Sharding, p: Param) -> int:
 
 def virtual_of(layout: Layout) -> int:
     """Stages of each rank of a pipeline."""
-    several = layout.schedule in ("interleaved", "bfs", "zbv", "dualpipev")
-    return layout.virtual or (2 if several else 1)
+    return layout.virtual or (2 if layout.schedule in ("interleaved", "bfs", *FOLDED) else 1)
 
 
+def placement(layout: Layout) -> tuple[int, ...]:
+    """The rank of the pipeline that holds each stage."""
+    ranks = size(layout, PIPELINE)
+    return vee(ranks) if layout.schedule in FOLDED else loop(ranks, virtual_of(layout))
+
+
+@functools.lru_cache(maxsize=65536)
 def _outer(layout: Layout) -> str:
     """What the mesh and the rules depend on."""
     return str(dataclasses.replace(layout, micro=1, remat="everything", schedule="1f1b", virtual=None, stages=""))
@@ -314,20 +354,34 @@ def _inner(layout: Layout) -> Layout:
     )
 
 
+def _with_texts(layout: Layout) -> tuple[Layout, str, str]:
+    """(the layout, what a layer of it depends on, what the ends do)."""
+    context = "gather" if layout.context == "ring" else layout.context  # whose axes are the same
+    return layout, str(layout), str(dataclasses.replace(layout, remat="everything", context=context))
+
+
 def nothing_kept(everything: Trace) -> Trace:
     """Of a layer that keeps its input alone, from that which keeps everything: its backward begins with a second forward."""
-    forward, backward = everything.forward, everything.backward
-    again = Work(
-        forward.products + backward.products,
-        forward.attention + backward.attention,
-        forward.bytes + backward.bytes,
-        forward.kernels + backward.kernels,
-        forward.collectives + backward.collectives,
-        forward.of_weights + backward.of_weights,
-        tuple(sorted({*forward.alive_in_all, *backward.alive_in_all})),
+    forward, halves = everything.forward, everything.halves
+
+    def again(backward: Work) -> Work:
+        return Work(
+            forward.products + backward.products,
+            forward.attention + backward.attention,
+            forward.bytes + backward.bytes,
+            forward.kernels + backward.kernels,
+            forward.collectives + backward.collectives,
+            forward.of_weights + backward.of_weights,
+            tuple(sorted({*forward.alive_in_all, *backward.alive_in_all})),
+        )
+
+    return Trace(
+        dataclasses.replace(forward, alive=forward.alive_in_all),
+        again(everything.backward),
+        everything.out,
+        everything.outs,
+        None if halves is None else dataclasses.replace(halves, input=again(halves.input)),
     )
-    first = dataclasses.replace(forward, alive=forward.alive_in_all)
-    return Trace(first, again, everything.out, everything.out)
 
 
 def scaled(trace: Trace, rows: int, of: int = 1) -> Trace:
@@ -340,14 +394,23 @@ def scaled(trace: Trace, rows: int, of: int = 1) -> Trace:
             bytes=w.of_weights + (w.bytes - w.of_weights) * rows / of,
             kernels=w.kernels,
             collectives=_each(
-                w.collectives, lambda c: {"elements": c.elements if c.dtype == torch.int64 else c.elements * rows // of}
+                w.collectives, lambda c: {"elements": c.elements if _counts(c) else c.elements * rows // of}
             ),
             of_weights=w.of_weights,
             alive=tuple((a, b * rows // of) for a, b in w.alive),
             alive_in_all=tuple((a, b * rows // of) for a, b in w.alive_in_all),
         )
 
-    return Trace(work(trace.forward), work(trace.backward), trace.saved * rows // of, trace.out * rows // of)
+    halves = trace.halves
+    if halves is not None:
+        halves = Halves(work(halves.input), work(halves.weight), halves.left * rows // of)
+    outs = tuple((n * rows // of, dtype) for n, dtype in trace.outs)
+    return Trace(work(trace.forward), work(trace.backward), trace.saved * rows // of, outs, halves)
+
+
+def _counts(c: Collective) -> bool:
+    """Does it tell how many rows there are for each expert, whatever the number of rows?"""
+    return c.kind == "all-to-all" and c.dtype == torch.int64
 
 
 def _each(some: Counter[Any], change: Callable[[Any], dict[str, Any]]) -> Counter[Any]:

@@ -6,12 +6,21 @@
 Layouts are enumerated axis by axis; what `fmegatron.parallel.legality` refuses, and what does not fit even with nothing kept for
 the backward, is dropped before any time is asked for. Of layouts that differ in what they keep alone, the first that fits counts: it
 runs least again. Always the same for the same arguments.
+
+The rest is put in the order of a time that each cannot fall below: by parts that are traced once and by the waiting that a schedule
+cannot avoid. In that order layouts are traced, simulated and counted to the byte, until no other one can be among the best. What is a
+variant of a layout gets its bound from that one, untraced: another way of attention over cp, which at best costs nothing, and
+schedules that split backwards, which keep at least as much as 1F1B and wait at least for the first microbatch.
+
+Left out is what cannot win here: GPipe and breadth-first, which wait like 1F1B and interleaved stages and keep more; ZeRO-2, and
+ZeRO-3 in a pipeline, where ZeRO-1 fits with everything kept.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import functools
+import heapq
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,20 +29,19 @@ from typing import Any
 
 import torch
 
+from fmegatron.axes import PIPELINE
 from fmegatron.errors import UserError
 from fmegatron.parallel.folding import problem_of_experts
 from fmegatron.parallel.legality import Choice, Sizes, problem
 from fmegatron.plan.memory import Memory, memory
-from fmegatron.plan.rank import Model, Setting, size, virtual_of
-from fmegatron.plan.timing import Cluster, Spent, times
+from fmegatron.plan.rank import SPLIT, Model, Rough, Setting, size, virtual_of
+from fmegatron.plan.timing import Cluster, Spent, first_microbatch, least_bubble, times
 from fmegatron.precision import Precision
+from fmegatron.rules import CONTEXTS
 from fmegatron.testing.layout import Layout
 
-REFINED = 24  # whose pipelines are simulated
-MOST_EXPERT_RANKS, EXPERT_RANKS = (
-    64,
-    2,
-)  # the most ranks that experts are spread over, and how many such numbers are tried
+MOST_EXPERT_RANKS = 64  # that experts are spread over,
+EXPERT_RANKS = 2  # and how many such numbers are tried
 SHORTEST = 2048  # tokens of a sequence on a rank, for which cp is thought of
 MICROBATCHES = (1, 2, 4, 8)  # rows of one
 
@@ -71,7 +79,6 @@ class Found:
 
     estimates: tuple[Estimate, ...]
     tried: Counter[str] = field(default_factory=Counter)
-    smallest: Estimate | None = None
 
     @property
     def best(self) -> Estimate:
@@ -101,49 +108,113 @@ def plan(
             raise UserError(f"plan({name}={value!r}): a whole number of 1 or more")
     planned = model if isinstance(model, Model) else Model(model)
     precision = precision or Precision(params=torch.bfloat16)
-    tried: Counter[str] = Counter()
-    fitting: list[tuple[float, Setting, Memory]] = []
-    least: tuple[Memory, Setting] | None = None
-    room = cluster.hardware.memory - cluster.hardware.reserved
-    flops = flops_per_token(planned, seq)
-
-    def made(layout: Layout) -> Setting:
-        return Setting(layout, rows, seq, precision, moments, master)
-
-    for base in candidates(planned, cluster, rows=rows, seq=seq, tried=tried):
-        if static(planned, made(base)) > room:
-            tried["too large at rest"] += 1
-            if least is None or static(planned, made(base)) < least[0].total:
-                found = memory(planned, made(dataclasses.replace(base, remat="nothing")))
-                least = (found, made(base)) if least is None or found.total < least[0].total else least
-            continue
-        for layout in with_schedules(base, planned.layers):
-            for remat in policies(planned):
-                setting = made(dataclasses.replace(layout, remat=remat))
-                needed = memory(planned, setting)
-                tried["layouts"] += 1
-                if needed.total <= room:
-                    spent = times(planned, setting, cluster, simulated=False)
-                    fitting.append((spent.total, setting, needed))
-                    break
-                tried["too much memory"] += 1
-                if least is None or needed.total < least[0].total:
-                    least = needed, setting
-    if not fitting:
-        words = "no layout is legal" if least is None else _does_not_fit(*least, cluster)
+    search = _Search(planned, cluster, rows, seq, precision, moments, master)
+    for base in candidates(planned, cluster, rows=rows, seq=seq, tried=search.tried):
+        search.add(base)
+    found = search.best(top)
+    if not found:
+        least = None if search.least is None else search.least[1]
+        words = "no layout is legal" if least is None else _does_not_fit(memory(planned, least), least, cluster)
         raise UserError(
             f"plan: {words} for {cluster.gpus} GPUs: use more GPUs, a shorter sequence or another batch size"
         )
-    fitting.sort(key=lambda x: (x[0], str(x[1].layout)))
-    refined = [
-        Estimate(setting, needed, times(planned, setting, cluster), cluster, flops)
-        for _, setting, needed in fitting[: max(top, REFINED)]
-    ]
-    refined += [
-        e for e in map(functools.partial(_by_heads, planned), refined[:top]) if e is not None and e.memory.total <= room
-    ]
-    refined.sort(key=lambda e: (e.seconds, str(e.setting.layout)))
-    return Found(tuple(refined[:top]), tried)
+    return Found(tuple(found), search.tried)
+
+
+@dataclass(order=True)
+class _Option:
+    """A layout that may be among the best. bound: seconds that a step takes at least, with what it may keep at most."""
+
+    bound: float
+    text: str
+    layout: Layout = field(compare=False)
+
+
+class _Search:
+    """Layouts by the least that they can take, and the best of them exactly."""
+
+    def __init__(self, model: Model, cluster: Cluster, rows: int, seq: int, *formats: Any) -> None:
+        self.model, self.rough = model, Rough(model)
+        self.cluster, self.rows, self.seq, self.formats = cluster, rows, seq, formats
+        self.room = cluster.hardware.memory - cluster.hardware.reserved
+        self.policies = policies(model)
+        self.options: list[_Option] = []
+        self.tried: Counter[str] = Counter()
+        self.least: tuple[int, Setting] | None = None  # of those that do not fit, what needs about least
+
+    def setting(self, layout: Layout) -> Setting:
+        return Setting(layout, self.rows, self.seq, *self.formats)
+
+    def add(self, base: Layout) -> None:
+        """Takes in a mesh with its microbatches, and all that can be done with it."""
+        keeps = self._of_zero(base)
+        if base.zero == 1 and base.micro > 1 and keeps != self.policies[0]:
+            for zero in (2, 3) if size(base, PIPELINE) > 1 else (2,):
+                self._of_zero(dataclasses.replace(base, zero=zero))
+
+    def _of_zero(self, base: Layout) -> str | None:
+        """What the plain schedule can keep; None where it does not fit."""
+        plain = self.setting(base)
+        if static(self.model, plain) > self.room:
+            self.tried["too large at rest"] += 1
+            if self.least is None or static(self.model, plain) < self.least[0]:
+                self._note(self.setting(dataclasses.replace(base, remat="nothing")))
+            return None
+        keeps = None
+        for layout in with_schedules(base, self.model.layers):
+            fits = self._fitting(layout)
+            keeps = fits.layout.remat if layout is base and fits is not None else keeps
+            if fits is None:
+                continue
+            spent = times(self.rough, fits, self.cluster, waiting=least_bubble)
+            self._offer(fits.layout, spent.total)
+            if layout is base and size(base, PIPELINE) > 1:
+                spent = times(self.rough, fits, self.cluster, waiting=first_microbatch)
+                for name in SPLIT:
+                    other = dataclasses.replace(fits.layout, schedule=name)
+                    if illegal(self.model, other, self.rows, self.seq) is None:
+                        self._offer(other, spent.total)
+        return keeps
+
+    def _offer(self, layout: Layout, bound: float) -> None:
+        """A layout, with all ways of attention over cp."""
+        cp = size(layout, "cp")
+        for context in CONTEXTS if cp > 1 else (layout.context,):
+            if context == "ulysses+ring" and cp == 2:  # which would be a ring of two
+                continue
+            other = dataclasses.replace(layout, context=context)
+            if context == layout.context or illegal(self.model, other, self.rows, self.seq) is None:
+                self.tried["legal layouts that may fit"] += 1
+                self.options.append(_Option(bound, str(other), other))
+
+    def _fitting(self, layout: Layout, *, exact: bool = False) -> Setting | None:
+        """With the first policy, from the layout's on, with which it fits."""
+        for remat in self.policies[self.policies.index(layout.remat) :]:
+            setting = self.setting(dataclasses.replace(layout, remat=remat))
+            if memory(self.model if exact else self.rough, setting, exact=exact).total <= self.room:
+                return setting
+        self.tried["too much memory"] += 1
+        self._note(setting)
+        return None
+
+    def _note(self, setting: Setting) -> None:
+        needed = memory(self.rough, setting, exact=False).total
+        if self.least is None or needed < self.least[0]:
+            self.least = needed, setting
+
+    def best(self, top: int) -> list[Estimate]:
+        """The fastest of all, the first one first."""
+        flops, found = flops_per_token(self.model, self.seq), list[Estimate]()
+        heapq.heapify(self.options)
+        while self.options and (len(found) < top or self.options[0].bound < found[top - 1].seconds):
+            option = heapq.heappop(self.options)
+            if (setting := self._fitting(option.layout, exact=True)) is None:
+                continue
+            self.tried["simulated"] += 1
+            spent = times(self.model, setting, self.cluster)
+            estimate = Estimate(setting, memory(self.model, setting), spent, self.cluster, flops)
+            bisect.insort(found, estimate, key=lambda e: (e.seconds, str(e.setting.layout)))
+        return found[:top]
 
 
 def estimate(model: Any, setting: Setting, cluster: Cluster) -> Estimate:
@@ -161,16 +232,6 @@ def estimate(model: Any, setting: Setting, cluster: Cluster) -> Estimate:
     why = _does_not_fit(needed, setting, cluster) if needed.total > room else None
     spent = times(planned, setting, cluster)
     return Estimate(setting, needed, spent, cluster, flops_per_token(planned, setting.seq), why)
-
-
-def _by_heads(model: Model, ring: Estimate) -> Estimate | None:
-    """The same layout with heads shared out over cp in place of a ring, if that is legal."""
-    setting = ring.setting
-    layout = dataclasses.replace(setting.layout, context="ulysses")
-    if size(layout, "cp") == 1 or illegal(model, layout, setting.rows, setting.seq) is not None:
-        return None
-    setting = dataclasses.replace(setting, layout=layout)
-    return Estimate(setting, memory(model, setting), times(model, setting, ring.cluster), ring.cluster, ring.flops)
 
 
 def flops_per_token(model: Model, seq: int) -> float:
@@ -214,7 +275,7 @@ def _of_mesh(
     model: Model, tp: int, cp: int, pp: int, dp: int, ep: int, rows: int, seq: int, tried: Counter[str]
 ) -> Iterator[Layout]:
     mesh = ",".join(f"{n}={s}" for n, s in (("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)) if s > 1) or "dp=1"
-    stages = (0,) if dp * cp == 1 else (1,) if pp > 1 else (1, 3)
+    stages = (0,) if dp * cp == 1 else (0, 1) if pp > 1 else (0, 1, 3)  # further ones where they are needed
     first = Layout(mesh, sp=tp > 1, ep=ep, context="ring" if cp > 1 else "gather")
     if illegal(model, first, rows, seq) is not None:
         tried["not legal"] += 1

@@ -11,25 +11,28 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fmegatron.axes import PIPELINE
 from fmegatron.mesh import Mesh
-from fmegatron.parallel.schedule_simulation import Costs, simulate
-from fmegatron.parallel.schedules import Schedule, make_schedule
+from fmegatron.parallel.schedule_simulation import Costs, simulate_order
+from fmegatron.parallel.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
 from fmegatron.parallel.stages import Stage
 from fmegatron.plan.hardware import Hardware
-from fmegatron.plan.memory import at_rest, held_by, of_stages
-from fmegatron.plan.rank import Model, Setting, size, virtual_of
+from fmegatron.plan.memory import held_by, of_layer, of_stages
+from fmegatron.plan.rank import SPLIT, Model, Setting, placement, size, virtual_of
+from fmegatron.plan.residuals import fewer, schedule_of
 from fmegatron.plan.tracing import Work
 from fmegatron.recording import Collective
 from fmegatron.sharding import Sharding
 from fmegatron.tree import leaves
 
 BESIDE = 0.85  # of the time of products that collectives can run beside
-SIMULATED = 2  # rounds of a pipeline that are simulated; what is behind them is as long as its busiest rank
+
+
+Seconds = Sequence[Mapping[str, float]]  # of each stage: what each direction of a microbatch takes
 
 
 @dataclass(frozen=True)
@@ -77,21 +80,23 @@ class Spent:
             self.exposed[n] += times * t
 
 
-def times(model: Model, setting: Setting, cluster: Cluster, *, simulated: bool = True) -> Spent:
-    """The time of a step. simulated: waiting of a pipeline by simulation; else by the closed form of equal stages."""
+def times(
+    model: Model,
+    setting: Setting,
+    cluster: Cluster,
+    *,
+    waiting: Callable[[Setting, Seconds, float], float] | None = None,
+) -> Spent:
+    """The time of a step. waiting: of a pipeline's busiest rank; None: `bubble`, by simulation."""
     layout, sh = setting.layout, model.sharding(setting)
     ranks, micro = size(layout, PIPELINE), layout.micro
     work = _Work(model, setting, cluster, sh)
-    stages = model.stages(layout)
-    forward, backward = ([work.stage(s, d) for s in stages] for d in ("forward", "backward"))
-    per_rank = []
-    for r in range(ranks):
-        mine = Spent()
-        for s in held_by(model, setting, r):
-            n = stages.index(s)
-            mine.add(forward[n])
-            mine.add(backward[n])
-        per_rank.append(mine)
+    stages, owner = model.stages(layout), placement(layout)
+    each = [{part: work.stage(s, part) for part in work.directions} for s in stages]
+    per_rank = [Spent() for _ in range(ranks)]
+    for n, parts in enumerate(each):
+        for spent in parts.values():
+            per_rank[owner[n]].add(spent)
     slowest = max(range(ranks), key=lambda r: per_rank[r].total)
     found = Spent()
     found.add(per_rank[slowest], micro)
@@ -99,9 +104,14 @@ def times(model: Model, setting: Setting, cluster: Cluster, *, simulated: bool =
     if ranks > 1:
         far = cluster.gpus // ranks >= cluster.hardware.node or ranks * sh_world(sh) > cluster.hardware.node
         message = cluster.hardware.message(model.trace(setting, "embed", setting.microbatch).out, far=far)
-    found.bubble = bubble(setting, [s.total for s in forward], [s.total for s in backward], message, simulated)
-    found.exposed["dp"] += work.reduction(held_by(model, setting, slowest), backward, stages)
-    found.optimizer = work.optimizer(held_by(model, setting, slowest))
+    seconds = [{part: spent.total for part, spent in parts.items()} for parts in each]
+    found.bubble = (waiting or bubble)(setting, seconds, message)
+    held = held_by(model, setting, slowest)
+    back = sum(
+        t for r, parts in zip(owner, seconds, strict=True) if r == slowest for n, t in parts.items() if n != FORWARD
+    )
+    found.exposed["dp"] += work.reduction(held, back)
+    found.optimizer = work.optimizer(held)
     return found
 
 
@@ -115,6 +125,7 @@ class _Work:
     def __init__(self, model: Model, setting: Setting, cluster: Cluster, sh: Sharding) -> None:
         self.model, self.setting, self.sh = model, setting, sh
         self.hardware = cluster.hardware
+        self.directions = (FORWARD, INPUT, WEIGHT) if setting.layout.schedule in SPLIT else (FORWARD, BACKWARD)
         self.near = functools.cache(functools.partial(ranks_of_a_node, sh.mesh, self.hardware.node))
         self.layers: dict[tuple[int, str], Spent] = {}
         self.stages: dict[Any, Spent] = {}
@@ -131,19 +142,22 @@ class _Work:
         found = Spent()
         for kind, n in counts.items():
             found.add(self.layer(kind, direction), n)
+        if direction == WEIGHT:  # the ends run their backward at once
+            return found
         ends = (("embed", stage.embedding), ("head", stage.head))
         for part in (name for name, there in ends if there):
-            found.add(self.of(getattr(self.model.trace(self.setting, part, self.setting.microbatch), direction)))
+            trace = self.model.trace(self.setting, part, self.setting.microbatch)
+            found.add(self.of(trace.forward if direction == FORWARD else trace.backward))
         return found
 
     def layer(self, kind: int, direction: str) -> Spent:
         """A layer, with its parameters' collectives beside it."""
         if (kind, direction) not in self.layers:
             trace = self.model.trace(self.setting, kind, self.setting.microbatch)
-            found = self.of(getattr(trace, direction))
+            found = self.of(trace.work(direction))
             found = replace(found, exposed=defaultdict(float, found.exposed))
-            beside = self.collectives(self.params(kind, "enter"))
-            if direction == "backward":
+            beside = self.collectives(self.params(kind, "enter")) if direction != WEIGHT else 0.0
+            if direction in (BACKWARD, WEIGHT):
                 beside += self.collectives(self.params(kind, "leave"))
                 if self.setting.layout.zero == 2:
                     beside += self.collectives(self.params(kind, "settle"))
@@ -159,7 +173,7 @@ class _Work:
 
     def accumulation(self, kind: int) -> float:
         """Adding a layer's gradients to those of the microbatches before."""
-        held = at_rest(self.sh, leaves(self.model.spec["layers"][kind])).params
+        held = of_layer(self.model, self.sh, kind).params
         wide = self.sh.precision.reduce_dtype.itemsize
         size = self.sh.precision.params.itemsize
         several = self.setting.layout.micro > 1
@@ -194,8 +208,8 @@ class _Work:
     def collectives(self, some: Counter[Collective]) -> float:
         return sum(self.hardware.collective(c, self.near(c.axes)) * n for c, n in some.items())
 
-    def reduction(self, held: list[Stage], backward: list[Spent], stages: tuple[Stage, ...]) -> float:
-        """What the last microbatch's reduction of gradients, and the gather of new parameters, add."""
+    def reduction(self, held: list[Stage], backward: float) -> float:
+        """What the last microbatch's reduction of gradients, beside its backward, and the gather of new parameters, add."""
         settle = back = tail = 0.0
         for kind, n in Counter(self.model.kinds[i] for s in held for i in s.layers).items():
             if self.setting.layout.zero != 2:
@@ -207,7 +221,7 @@ class _Work:
             key = ("ends", s.embedding, s.head)
             settle += self.collectives(self.model.moves(self.sh, key, some, "settle"))
             back += self.collectives(self.model.moves(self.sh, key, some, "return"))
-        room = BESIDE * sum(backward[stages.index(s)].total for s in held)
+        room = BESIDE * backward
         return max(0.0, settle - room) + tail + back
 
     def optimizer(self, held: list[Stage]) -> float:
@@ -242,27 +256,40 @@ def ranks_of_a_node(mesh: Mesh | None, node: int, axes: tuple[str, ...]) -> int:
     return found
 
 
-def bubble(
-    setting: Setting, forward: Iterable[float], backward: Iterable[float], message: float, simulated: bool = True
-) -> float:
-    """How much longer a step takes than its busiest rank computes."""
-    layout, forward, backward = setting.layout, list(forward), list(backward)
-    p, m, v = size(layout, PIPELINE), layout.micro, virtual_of(layout)
-    if p == 1:
+def bubble(setting: Setting, stages: Seconds, message: float) -> float:
+    """How much longer a step takes than its busiest rank computes, simulated."""
+    layout = setting.layout
+    ranks, name = size(layout, PIPELINE), layout.schedule
+    if ranks == 1:
         return 0.0
-    if not simulated:
-        each = (sum(forward) + sum(backward)) / p
-        rest = {"zbh1": 0.4, "zbv": 0.1, "dualpipev": 0.15}.get(layout.schedule, 1.0 / v)
-        return (p - 1) * (each * rest + 2 * v * message)
-    few = min(m, p * (SIMULATED + 1) if layout.schedule not in ("gpipe", "bfs") else m)
-    if m > few:
-        few -= (few - m) % p  # as many are left over in the last group
-    table = _schedule(layout.schedule, p, few, v)
-    half = [b / 2 for b in backward]
-    timeline = simulate(table, Costs(forward=forward, backward_input=half, backward_weight=half, communication=message))
-    return timeline.makespan - max(timeline.busy)
+    table = schedule_of(name, ranks, fewer(name, ranks, layout.micro), virtual_of(layout))
+    half = [s[BACKWARD] / 2 if BACKWARD in s else 0.0 for s in stages]
+    costs = Costs(
+        forward=[s[FORWARD] for s in stages],
+        backward_input=[s.get(INPUT, h) for s, h in zip(stages, half, strict=True)],
+        backward_weight=[s.get(WEIGHT, h) for s, h in zip(stages, half, strict=True)],
+        communication=message,
+    )
+    steps = [times for _, times in simulate_order(table, costs)]
+    busy = max(sum(end - start for start, end, _ in some) for some in steps)
+    return max(end for some in steps for _, end, _ in some[-1:]) - busy
 
 
-@functools.lru_cache(maxsize=256)
-def _schedule(name: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
-    return make_schedule(name, ranks, microbatches, virtual=virtual if name in ("interleaved", "bfs") else None)
+def least_bubble(setting: Setting, stages: Seconds, message: float) -> float:
+    """What a schedule with whole backwards cannot avoid: a rank begins when a microbatch has come through the stages before its first
+    one, and what it computes last goes back through these. Of equal stages that is (p - 1)(F + B), the bubble of 1F1B."""
+    owner, micro = placement(setting.layout), setting.layout.micro
+    busy = [0.0] * size(setting.layout, PIPELINE)
+    wait, before = dict[int, float](), 0.0
+    for rank, s in zip(owner, stages, strict=True):
+        wait.setdefault(rank, before)
+        busy[rank] += micro * sum(s.values())
+        before += sum(s.values()) + 2 * message
+    return max(b + wait[r] for r, b in enumerate(busy)) - max(busy)
+
+
+def first_microbatch(setting: Setting, stages: Seconds, message: float) -> float:
+    """What any schedule cannot avoid on these ranks, with half of their layers in the way: a microbatch comes to the last rank through
+    all of the others."""
+    ranks = size(setting.layout, PIPELINE)
+    return (ranks - 1) * message + sum(s[FORWARD] for s in stages) / 2 * (ranks - 1) / ranks

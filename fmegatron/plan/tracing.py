@@ -40,6 +40,7 @@ from fmegatron.fp8 import dot
 from fmegatron.mesh import Mesh
 from fmegatron.parallel import ring
 from fmegatron.parallel.pipeline_stage import layers_of, with_context
+from fmegatron.parallel.schedules import BACKWARD, FORWARD, INPUT
 from fmegatron.primitives.cross_entropy import CHUNK_ELEMENTS_ELSEWHERE
 from fmegatron.recording import Collective
 from fmegatron.sharding import Sharding
@@ -124,16 +125,42 @@ Front = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
+class Halves:
+    """A backward in two: by input, and by weight. left: bytes that live from the one to the other."""
+
+    input: Work
+    weight: Work
+    left: int
+
+
+Tensors = tuple[tuple[int, torch.dtype], ...]  # elements and dtype of each
+
+
+@dataclass(frozen=True)
 class Trace:
     """A part of a model, as one rank runs it.
 
-    saved: bytes that live from its forward to its backward, what it gives to the next part included. out: bytes of that.
+    saved: bytes that live from its forward to its backward, what it gives to the next part included. outs: that. halves: of the
+    backward, where a schedule splits it.
     """
 
     forward: Work
     backward: Work
     saved: int
-    out: int
+    outs: Tensors
+    halves: Halves | None = None
+
+    @property
+    def out(self) -> int:
+        """Bytes that it gives to the next part."""
+        return sum(n * dtype.itemsize for n, dtype in self.outs)
+
+    def work(self, kind: str) -> Work:
+        """Of an action of a schedule."""
+        if kind in (FORWARD, BACKWARD):
+            return self.forward if kind == FORWARD else self.backward
+        assert self.halves is not None
+        return self.halves.input if kind == INPUT else self.halves.weight
 
 
 # ----------------------------------------------------------------------------------------------------------- the ranks
@@ -556,7 +583,8 @@ def _recording(sh: Sharding) -> Iterator[_Recorder]:
 
 
 def traced(run: Any, given: Iterable[Any], weights: Iterable[Any], recorder: _Recorder) -> Trace:
-    """run() -> (outputs, backward); backward() -> gradients. Both are recorded."""
+    """run() -> (outputs, backward); backward() -> gradients, or with halves (gradients of inputs, the second half), which again gives
+    gradients. All are recorded."""
     for t in given:
         recorder.number(t, given=True)
     recorder.weights = {recorder.number(t, given=True) for t in weights}
@@ -567,14 +595,33 @@ def traced(run: Any, given: Iterable[Any], weights: Iterable[Any], recorder: _Re
     recorder.bury()
     alive = {n for n in recorder.alive if not recorder.storages[n].given and recorder.storages[n].bytes > 8}
     saved = sum(recorder.storages[n].bytes for n in alive)
-    outs = {recorder.number(t) for t in leaves(y) if is_tensor(t)}
-    out = sum(recorder.storages[n].bytes for n in outs)
+    outs = {recorder.number(t): (t.numel(), t.dtype) for t in leaves(y) if is_tensor(t)}
     gradients = backward()
+    between, left = len(recorder.events), None
+    if isinstance(gradients, SecondHalf):
+        recorder.bury()
+        mine = {recorder.number(t) for t in leaves(gradients.first) if is_tensor(t)}
+        left = {n for n in recorder.alive if not recorder.storages[n].given and recorder.storages[n].bytes > 8} - mine
+        gradients = [gradients.first, gradients.run()]
     end = len(recorder.events)
     recorder.bury()
     kept = {recorder.number(t) for t in leaves(gradients) if is_tensor(t)}
-    forward = _work(recorder, start, middle, alive, alive)
-    return Trace(forward, _work(recorder, middle, end, kept, alive), saved, out)
+    forward, halves = _work(recorder, start, middle, alive, alive), None
+    if left is not None:
+        halves = Halves(
+            _work(recorder, middle, between, left | kept, alive),
+            _work(recorder, between, end, kept, left),
+            sum(recorder.storages[n].bytes for n in left),
+        )
+    return Trace(forward, _work(recorder, middle, end, kept, alive), saved, tuple(outs.values()), halves)
+
+
+@dataclass
+class SecondHalf:
+    """first: what the first half of a backward gave; run() -> the gradients of parameters."""
+
+    first: Any
+    run: Any
 
 
 # ------------------------------------------------------------------------------------------------------------ the parts
@@ -611,8 +658,8 @@ class Parts:
             spec,
         )
 
-    def layer(self, index: int) -> Trace:
-        """A layer, forward and backward (what `save` leaves out is run again there)."""
+    def layer(self, index: int, *, halves: bool = False) -> Trace:
+        """A layer, forward and backward (what `save` leaves out is run again there). halves: with the backward in two."""
         carry = self.carry
         with _recording(self.sh) as r:
             ctx = with_context(self.model, self.batch(), Ctx(sh=self.sh))
@@ -621,7 +668,7 @@ class Parts:
             fixed = [*leaves(ctx.extras or {}), ctx.positions]
 
             def run() -> Any:
-                y, residual = s.forward(p, x, ctx, True)
+                y, residual = s.forward(p, x, ctx, not halves)
                 hold = [residual]
 
                 def backward() -> Any:
@@ -629,7 +676,11 @@ class Parts:
                     for t in leaves(gy):
                         if is_tensor(t):
                             r.number(t, given=True)
-                    return s.backward(hold.pop(), gy, p)
+                    if not halves:
+                        return s.backward(hold.pop(), gy, p)
+                    gx, left = s.backward_input(hold.pop(), gy, p)
+                    rest = [left]
+                    return SecondHalf(gx, lambda: s.backward_weight(rest.pop()))
 
                 return y, backward
 
