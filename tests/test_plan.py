@@ -147,11 +147,49 @@ WIRE = Precision(wire=torch.bfloat16)  # gradients travel in it
     ],
 )
 def test_bytes_are_those_of_the_ledger(line, precision):
+    compare_with_ledger(line, CONFIG, precision)
+
+
+def compare_with_ledger(line, config, precision=Precision()):  # noqa: B008
     layout = Layout.parse(f"{line} seq=16")
     layout = dataclasses.replace(layout, rows=2 * layout.data * layout.micro)
     s = Setting(layout, *layout.batch, precision)
-    mine = {(e.kind, e.axes): (e.bytes, e.sent) for e in entries(Model(Decoder(CONFIG)), s)}
-    assert mine == _by_kind(ledger(Decoder(CONFIG), layout, precision=precision).entries)
+    mine = {(e.kind, e.axes): (e.bytes, e.sent) for e in entries(Model(Decoder(config)), s)}
+    assert mine == _by_kind(ledger(Decoder(config), layout, precision=precision).entries)
+
+
+# Of experts with an even load (tokens in turn), of some with a capacity, whose numbers are fixed, and of prediction modules.
+EVEN = dataclasses.replace(CONFIG, layers=2, moe=MoE(Routing(experts=4, top_k=2, force="balanced"), 16, shared=8))
+FULL = MoE(Routing(experts=4, top_k=2, capacity=1.0, switch_loss=0.1, z_loss=0.01), 16, dense_layers=(0,))
+FULL = dataclasses.replace(CONFIG, layers=2, moe=FULL)
+PREDICTING = dataclasses.replace(CONFIG, layers=2, mtp=2, tied=True)
+OTHERS = (
+    ("tp=2,dp=2 ep=4", EVEN),
+    ("dp=2,tp=2 sp ep=4 zero=1 micro=2", EVEN),
+    ("dp=2 zero=3", PREDICTING),
+)
+MORE = (
+    ("dp=4 ep=4", EVEN),
+    ("dp=2,tp=2 ep=2 etp=2 zero=3", EVEN),
+    ("dp=2,cp=2 ep=2 context=ring zero=2 micro=2", EVEN),
+    ("dp=4 ep=4 dispatch=all-gather", FULL),
+    ("dp=2,tp=2 sp ep=4 dispatch=all-gather zero=1", FULL),
+    ("dp=2,tp=2 ep=2 dispatch=padded zero=3 remat=nothing", FULL),
+    ("dp=2,tp=2 sp ep=4 dispatch=dense", FULL),
+    ("cp=2,dp=2 zero=1 context=ring", PREDICTING),
+    ("tp=2 sp", PREDICTING),
+)
+
+
+@pytest.mark.parametrize(("line", "config"), OTHERS)
+def test_bytes_of_experts_and_prediction_modules_are_those_of_the_ledger(line, config):
+    compare_with_ledger(line, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "config"), MORE)
+def test_more_bytes_of_experts_and_prediction_modules(line, config):
+    compare_with_ledger(line, config)
 
 
 def _by_kind(found):
@@ -405,7 +443,7 @@ class Alive(TorchDispatchMode):
         flat = torch.utils._pytree.tree_leaves
         old = {t.untyped_storage()._cdata for t in flat((args, kwargs)) if isinstance(t, torch.Tensor)}
         for t in flat(out):
-            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old:
+            if isinstance(t, torch.Tensor) and not t.is_meta and t.untyped_storage()._cdata not in old:
                 self.refs[t.untyped_storage()._cdata] = (
                     StorageWeakRef(t.untyped_storage()),
                     t.untyped_storage().nbytes(),

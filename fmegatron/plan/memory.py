@@ -23,6 +23,7 @@ from fmegatron.axes import PIPELINE
 from fmegatron.parallel.stages import Stage
 from fmegatron.plan.rank import SPLIT, Model, Setting, placement, read_elements, size, virtual_of
 from fmegatron.plan.residuals import most_alive, residuals
+from fmegatron.plan.tracing import Trace
 from fmegatron.sharding import Sharding
 from fmegatron.spec import Param
 from fmegatron.testing.layout import Layout
@@ -57,6 +58,11 @@ class Memory:
         return sum(self.parts.values())
 
     @property
+    def kept(self) -> int:
+        """Bytes from forwards to backwards, of layers and of the loss."""
+        return self.activations + self.logits
+
+    @property
     def parts(self) -> dict[str, int]:
         """{part: bytes}."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("rank", "in_flight")}
@@ -80,6 +86,7 @@ class _Sizes:
     embed: int
     carry: int
     head: int
+    ends_left: tuple[int, int]  # by the embedding, and by the head
     head_working: int
 
     @staticmethod
@@ -89,11 +96,12 @@ class _Sizes:
         embed, head = (model.trace(setting, part, rows) for part in ("embed", "head"))
         return _Sizes(
             {k: t.saved for k, t in traces.items()},
-            {k: 0 if t.halves is None else t.halves.left for k, t in traces.items()},
+            {k: _left(t) for k, t in traces.items()},
             {k: max(t.backward.working, t.forward.working) for k, t in traces.items()},
             embed.saved,
             embed.out,
             head.saved,
+            (_left(embed), _left(head)),
             max(head.forward.working, head.backward.working),
         )
 
@@ -103,7 +111,13 @@ class _Sizes:
         saved = sum(self.saved[k] * n for k, n in layers.items()) + self.embed * stage.embedding
         if stage.embedding and layers and not stage.head:
             saved -= self.carry  # what it gives has gone; in other stages what they got is there instead
-        return saved, self.head * stage.head, sum(self.left[k] * n for k, n in layers.items())
+        left = sum(self.left[k] * n for k, n in layers.items())
+        left += sum(n for n, there in zip(self.ends_left, (stage.embedding, stage.head), strict=True) if there)
+        return saved, self.head * stage.head, left
+
+
+def _left(trace: Trace) -> int:
+    return 0 if trace.halves is None else trace.halves.left
 
 
 def _of_rank(model: Model, setting: Setting, rank: int, parts: _Sizes, exact: bool) -> Memory:

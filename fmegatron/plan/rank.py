@@ -158,7 +158,7 @@ class Model:
         layout, text, ends = self.kept(("inner", outer), lambda: _with_texts(_inner(outer)))
         keep = part == "head" and self._keeps(setting, layout, rows) if keep is None else keep
         part = self.kinds[part] if isinstance(part, int) else part
-        halves = isinstance(part, int) and outer.schedule in SPLIT
+        halves = outer.schedule in SPLIT
         key = (
             text if isinstance(part, int) else ends,
             setting.precision,
@@ -204,7 +204,7 @@ class Model:
         if sh.mesh is not None:
             sh = dataclasses.replace(sh, mesh=ranks_not_there(sh.mesh), _plans={})
         parts = Parts(model, sh, rows, setting.seq, self._few)
-        return parts.layer(part, halves=halves) if isinstance(part, int) else getattr(parts, part)()
+        return parts.layer(part, halves=halves) if isinstance(part, int) else getattr(parts, part)(halves=halves)
 
     def sums(self, setting: Setting) -> Counter[Collective]:
         """The collectives of the sums of a step's losses, statistics and weights, on the whole mesh of a stage."""

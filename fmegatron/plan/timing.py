@@ -142,12 +142,9 @@ class _Work:
         found = Spent()
         for kind, n in counts.items():
             found.add(self.layer(kind, direction), n)
-        if direction == WEIGHT:  # the ends run their backward at once
-            return found
         ends = (("embed", stage.embedding), ("head", stage.head))
         for part in (name for name, there in ends if there):
-            trace = self.model.trace(self.setting, part, self.setting.microbatch)
-            found.add(self.of(trace.forward if direction == FORWARD else trace.backward))
+            found.add(self.of(self.model.trace(self.setting, part, self.setting.microbatch).work(direction)))
         return found
 
     def layer(self, kind: int, direction: str) -> Spent:

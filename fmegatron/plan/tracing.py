@@ -24,7 +24,7 @@ import functools
 import importlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -260,7 +260,7 @@ class _Recorder(TorchDispatchMode):
         self.alive: set[int] = set()
         self.weights: set[int] = set()  # storages of parameters
         self.fixed: set[int] = set()  # whose size does not depend on rows: made of weights, or their gradients
-        self.rows, self.share = 0, held  # of the last routing
+        self.rows = 0  # of the last routing
 
     # what lies where
 
@@ -327,8 +327,6 @@ class _Recorder(TorchDispatchMode):
             if name not in _KINDS:
                 return (None, None) if name == "wait_tensor" else ("memory", None)
             x, group = args[0], args[-1]
-            if name == "all_to_all_single":
-                self.share = _size_of(group) if x.dtype == torch.int64 else self.share
             return "collective", Collective(_KINDS[name], _axes_of(group), _size_of(group), x.numel(), x.dtype)
         if name in ("mm", "bmm", "addmm", "addmm_", "_scaled_mm", "baddbmm"):
             a, b = args[1:3] if name.startswith(("addmm", "baddbmm")) else args[:2]
@@ -381,7 +379,7 @@ class _Recorder(TorchDispatchMode):
             product = Product(math.prod(x.shape[:-1]), n, x.shape[-1], 1, _name(x.dtype), False)
             return "product", [product] * (2 if name.endswith("gradients") else 1)
         if name == "sort_by_expert":
-            self.rows, self.share = args[0].numel(), self.held
+            self.rows = args[0].numel()
         return "opaque", None
 
     def read(self, x: Any) -> Any:
@@ -391,7 +389,7 @@ class _Recorder(TorchDispatchMode):
                 "the planner runs a model without data, but the model reads a value of its tensors on the host: it cannot be "
                 "planned as it is"
             )
-        return self.rows // max(self.share, 1)
+        return self.rows // self.held
 
 
 def _flat(x: Any) -> list[Any]:
@@ -600,7 +598,7 @@ def traced(run: Any, given: Iterable[Any], weights: Iterable[Any], recorder: _Re
     between, left = len(recorder.events), None
     if isinstance(gradients, SecondHalf):
         recorder.bury()
-        mine = {recorder.number(t) for t in leaves(gradients.first) if is_tensor(t)}
+        mine = {recorder.number(t) for t in leaves(gradients.first) if is_tensor(t)} | set(outs)  # which others hold
         left = {n for n in recorder.alive if not recorder.storages[n].given and recorder.storages[n].bytes > 8} - mine
         gradients = [gradients.first, gradients.run()]
     end = len(recorder.events)
@@ -668,19 +666,17 @@ class Parts:
             fixed = [*leaves(ctx.extras or {}), ctx.positions]
 
             def run() -> Any:
-                y, residual = s.forward(p, x, ctx, not halves)
+                if halves:
+                    return self._in_halves(s, p, x, ctx)
+                y, residual = s.forward(p, x, ctx, True)
                 hold = [residual]
 
                 def backward() -> Any:
-                    gy = tree_map(lambda t: torch.empty_like(t) if is_float(t) else None, y)
+                    gy = _gradient_of(y)
                     for t in leaves(gy):
                         if is_tensor(t):
-                            r.number(t, given=True)
-                    if not halves:
-                        return s.backward(hold.pop(), gy, p)
-                    gx, left = s.backward_input(hold.pop(), gy, p)
-                    rest = [left]
-                    return SecondHalf(gx, lambda: s.backward_weight(rest.pop()))
+                            r.number(t, given=True)  # none of the layer's own
+                    return s.backward(hold.pop(), gy, p)
 
                 return y, backward
 
@@ -697,53 +693,77 @@ class Parts:
             x = self.model.embed(self.values(front), batch, ctx)
         return like(x, [torch.empty(t.shape, dtype=t.dtype, device=DEVICE) for t in leaves(x)])
 
-    def embed(self) -> Trace:
+    def embed(self, *, halves: bool = False) -> Trace:
         """What comes before the layers."""
-        with _recording(self.sh) as r:
-            batch = self.batch()
-            ctx = with_context(self.model, batch, Ctx(sh=self.sh))
-            p = self.values({n: v for n, v in self.spec.items() if n != "layers"}, grad=True)
+        batch = self.batch()
 
-            def run() -> Any:
-                with torch.enable_grad():
-                    return self._graph(self.model.embed(p, batch, ctx), p)
+        def f(p: Any, x: Any, ctx: Ctx) -> Any:
+            return self.model.embed(p, batch, ctx)
 
-            return traced(run, leaves(batch), leaves(p), r)
+        return self._end(f, None, batch, halves)
 
-    def head(self) -> Trace:
+    def head(self, *, halves: bool = False) -> Trace:
         """What comes behind the layers, with the loss."""
-        carry = self.carry
+        batch = self.batch()
+
+        def f(p: Any, x: Any, ctx: Ctx) -> Any:
+            terms, _ = self.model.head(p, x, batch, ctx)
+            terms = terms if isinstance(terms, Mapping) else {"loss": terms}
+            return sum(t.items.float().sum() for t in terms.values())
+
+        return self._end(f, self.carry, batch, halves)
+
+    def _end(self, f: Callable[[Any, Any, Ctx], Any], carry: Any, batch: Any, halves: bool) -> Trace:
+        """f(parameters outside the layers, carry, ctx), forward and backward."""
         with _recording(self.sh) as r:
-            batch = self.batch()
             ctx = with_context(self.model, batch, Ctx(sh=self.sh))
-            p = self.values({n: v for n, v in self.spec.items() if n != "layers"}, grad=True)
-            x = tree_map(lambda t: _like(t).requires_grad_(is_float(t)), carry)
+            p = self.values({n: v for n, v in self.spec.items() if n != "layers"}, grad=not halves)
+            x = (
+                None
+                if carry is None
+                else tree_map(lambda t: _like(t).requires_grad_(is_float(t) and not halves), carry)
+            )
 
             def run() -> Any:
+                if halves:
+                    return self._in_halves(split(f), p, x, ctx)
                 with torch.enable_grad():
-                    terms, _ = self.model.head(p, x, batch, ctx)
-                    terms = terms if isinstance(terms, Mapping) else {"loss": terms}
-                    y = sum(t.items.float().sum() for t in terms.values())
-                    return self._graph(y, (p, x))
+                    return self._graph(f(p, x, ctx), (p, x))
 
-            return traced(run, [*leaves(batch), *leaves(x)], leaves(p), r)
+            return traced(run, [t for t in (*leaves(batch), *leaves(x)) if is_tensor(t)], leaves(p), r)
+
+    @staticmethod
+    def _in_halves(s: Any, p: Any, x: Any, ctx: Ctx) -> tuple[Any, Any]:
+        """(y, its backward, by input and then by weight) of a split function. What comes to the backward is its own as far as the
+        second half reads it again."""
+        y, residual = s.forward(p, x, ctx, False)
+        hold = [residual]
+
+        def backward() -> SecondHalf:
+            gx, left = s.backward_input(hold.pop(), _gradient_of(y), p)
+            rest = [left]
+            return SecondHalf(gx, lambda: s.backward_weight(rest.pop()))
+
+        return y, backward
 
     def sums(self) -> Counter[Collective]:
         """The collectives by which a step sums its losses and statistics, and what they are divided by, over all ranks: those that
         are under way beside its backward (see `fmegatron.accumulate`)."""
-        with torch.no_grad(), _recording(self.sh):
+        with torch.no_grad(), _recording(self.sh) as r:
             batch = self.batch()
             ctx = with_context(self.model, batch, Ctx(sh=self.sh))
             p = self.values({n: v for n, v in self.spec.items() if n != "layers"})
             terms, stats = self.model.head(p, tree_map(_like, self.carry), batch, ctx)
             terms = terms if isinstance(terms, Mapping) else {"loss": terms}
             weights = self.model.weights(batch) if hasattr(self.model, "weights") else {}
-            every = [*terms.values(), *_terms(stats), *weights.values()]
             found: Counter[Collective] = Counter()
-            for t in every:
-                if not is_tensor(t.items):
+            for t in [*terms.values(), *_terms(stats), *weights.values()]:
+                start = len(r.events)
+                items = t.items(self.sh) if callable(t.items) else t.items
+                found.update(e.what for e in r.events[start:] if e.kind == "collective")
+                if not is_tensor(items):
                     continue
-                items = t.items.long() if t.items.dtype == torch.bool else t.items
+                items = items.long() if items.dtype == torch.bool else items
                 x, steps = self.sh.local_sum(items, t.dims if "->" in t.dims else f"{t.dims} ->")
                 elements = x.numel()
                 for step in steps:
@@ -772,6 +792,10 @@ def _terms(stats: Any) -> list[Any]:
     if isinstance(stats, Mapping):
         return [t for v in stats.values() for t in _terms(v)]
     return [stats] if hasattr(stats, "items") and hasattr(stats, "dims") else []
+
+
+def _gradient_of(y: Any) -> Any:
+    return tree_map(lambda t: torch.empty_like(t) if is_float(t) else None, y)
 
 
 def _like(t: torch.Tensor) -> torch.Tensor:
