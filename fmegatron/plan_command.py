@@ -25,6 +25,8 @@ class PlanConfig:
     """Folder of a Hugging Face model, in place of --model."""
     model_overrides: ModelOverrides = field(default_factory=ModelOverrides)
     moe: ExpertConfig = field(default_factory=ExpertConfig)
+    mtp: int | None = None
+    """Prediction modules behind the layers, as for train."""
     gpus: int = 8
     """How many GPUs."""
     gpu: str = "h100"
@@ -65,6 +67,8 @@ class PlanConfig:
     """Format in which gradients travel between ranks, as train's --precision.wire; None: that of their sums."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Format of the optimizer's moments."""
+    offload_optimizer: bool = False
+    """The optimizer's state in host memory."""
     top: int = 8
     """How many layouts to show."""
     json: bool = False
@@ -90,6 +94,7 @@ def run(config: PlanConfig) -> int:
         init_from=config.init_from,
         model_overrides=config.model_overrides,
         moe=config.moe,
+        mtp=config.mtp,
         batch=BatchConfig(size=rows, seq_len=config.seq),
     )
     sizes = model_config(train, None)
@@ -106,17 +111,16 @@ def run(config: PlanConfig) -> int:
         raise UserError(f"--layout {config.layout} and --mesh {config.mesh}: give one of them")
     if config.layout is not None or config.mesh is not None:
         layout = Layout.parse(config.layout) if config.layout is not None else _layout(config)
-        setting = Setting(layout, rows, config.seq, precision, moments, master)
+        setting = Setting(layout, rows, config.seq, precision, moments, master, config.offload_optimizer)
         found = estimate(model, setting, cluster)
         if config.json:
-            print(report.as_json([found], flags))
+            print(report.as_json([found], flags, model))
             return 0
         print(report.explained(model, found))
         print("\n" + "\n".join(report.honesty(found)) + "\n\n" + report.command(setting, flags))
         return 0
-    best = plan(
-        model, cluster, seq=config.seq, rows=rows, precision=precision, moments=moments, master=master, top=config.top
-    )
+    formats = {"precision": precision, "moments": moments, "master": master, "offload": config.offload_optimizer}
+    best = plan(model, cluster, seq=config.seq, rows=rows, top=config.top, **formats)
     if config.json:
         print(report.as_json(best.estimates, flags))
         return 0
@@ -160,6 +164,7 @@ def rows_of(config: PlanConfig) -> int:
 def model_flags(config: PlanConfig, name: str) -> list[str]:
     """The flags that name the model."""
     found = [f"--init-from {config.init_from}" if config.init_from else f"--model {name}"]
+    found += [] if config.mtp is None else [f"--mtp {config.mtp}"]
     for prefix, part in (("model-overrides", config.model_overrides), ("moe", config.moe)):
         for f in dataclasses.fields(part):
             value = getattr(part, f.name)

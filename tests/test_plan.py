@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -19,14 +20,17 @@ from fmegatron.fp8 import Fp8
 from fmegatron.grad import to_local
 from fmegatron.models import PRESETS, Decoder, DecoderConfig, MoE
 from fmegatron.parallel.routing import Routing
+from fmegatron.parallel.schedule_simulation import Costs, simulate
+from fmegatron.parallel.schedules import make_schedule
 from fmegatron.plan import Cluster, Model, Reach, Setting, estimate, hardware, memory, plan, times
 from fmegatron.plan.communication import entries
 from fmegatron.plan.hardware import load, save
 from fmegatron.plan.memory import held_by, of_stages
-from fmegatron.plan.rank import virtual_of
+from fmegatron.plan.rank import SPLIT, virtual_of
 from fmegatron.plan.report import command
 from fmegatron.plan.residuals import most_alive, residuals
-from fmegatron.plan.timing import ranks_of_a_node
+from fmegatron.plan.search import candidates, illegal, policies, with_schedules
+from fmegatron.plan.timing import bubble, first_microbatch, least_bubble, ranks_of_a_node
 from fmegatron.plan.tracing import Attention, Product
 from fmegatron.precision import Precision
 from fmegatron.random import key
@@ -113,6 +117,23 @@ def test_products_in_fp8_are_seen():
     assert {p.dtype for p in trace.forward.products} == {"fp8"}
     assert sum(p.weight * n for p, n in trace.backward.products.items()) == 7
     assert trace.forward.flops == model.trace(setting("dp=1"), 0, B).forward.flops
+
+
+def test_products_of_experts_in_fp8_are_seen():
+    config = dataclasses.replace(CONFIG, moe=MoE(Routing(experts=4, top_k=2), 32))
+    traces = [
+        Model(Decoder(config)).trace(setting("dp=1", precision=Precision(params=torch.bfloat16, fp8=fp8)), 1, B)
+        for fp8 in (None, Fp8("tensorwise"))
+    ]
+    for direction in ("forward", "backward"):
+        half, eighth = (
+            sorted((p.flops, p.weight) for p in getattr(t, direction).products.elements() if p.batch > 1)
+            for t in traces
+        )
+        assert [w for _, w in half] == [w for _, w in eighth]
+        # rows of a group are filled up to 16 in the products of their gradients
+        assert all(a <= b <= 1.5 * a for (a, _), (b, _) in zip(half, eighth, strict=True))
+    assert {p.dtype for p in traces[1].backward.products if p.batch > 1} == {"fp8"}
 
 
 def test_experts_have_an_even_load():
@@ -228,9 +249,23 @@ def test_parts_of_one_rank():
     assert memory(Model(Decoder(CONFIG)), setting("dp=1 micro=2", rows=4)).master == 0
 
 
+def test_a_state_in_host_memory():
+    cluster = Cluster(hardware("h100"), 2)
+    here, there = (
+        estimate(Decoder(CONFIG), setting("dp=2 zero=1", master=torch.float32, offload=o), cluster)
+        for o in (False, True)
+    )
+    state = here.memory.moments + here.memory.master
+    assert (there.memory.moments, there.memory.master) == (0, 0)
+    assert there.memory.buffers == here.memory.buffers + state  # which is less than two parts of it
+    host = dataclasses.replace(cluster.hardware, host=1e6)
+    slow = estimate(Decoder(CONFIG), there.setting, Cluster(host, 2))
+    assert slow.spent.optimizer == state / 1e6 > there.spent.optimizer
+    assert "--offload-optimizer" in command(there.setting, ["--model tiny"])
+
+
 def test_residuals_of_schedules():
     from fmegatron.parallel.schedule_check import peaks
-    from fmegatron.parallel.schedules import make_schedule
 
     for name, virtual, micro in (
         ("1f1b", None, 8),
@@ -315,6 +350,22 @@ def test_calibration_runs_here(tmp_path):
         assert found.of(*s) == pytest.approx(true.reach["bf16"].of(*s), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("name", "micro"), [("1f1b", 12), ("interleaved", 12), ("zbh1", 12), ("zbv", 12), ("dualpipev", 13)]
+)
+def test_waiting_is_that_of_all_microbatches_and_not_below_its_bound(name, micro):
+    """Fewer microbatches are simulated than there are."""
+    s = setting(f"pp=4 micro={micro} schedule={name}", rows=micro)
+    parts = {"F": 1.0, "B": 2.0} if name in ("1f1b", "interleaved") else {"F": 1.0, "I": 1.1, "W": 0.9}
+    stages = [parts] * (4 * virtual_of(s.layout))
+    found = bubble(s, stages, 0.05)
+    costs = Costs(1.0, 1.0 if "B" in parts else 1.1, 1.0 if "B" in parts else 0.9, communication=0.05)
+    assert found == pytest.approx(simulate(make_schedule(name, 4, micro), costs).idle)
+    bound = least_bubble(s, stages, 0.0) if "B" in parts else 0.0
+    assert 0 <= bound <= found
+    assert first_microbatch(dataclasses.replace(s, layout=Layout.parse(f"pp=4 micro={micro}")), [parts] * 4, 0.0) == 1.5
+
+
 # -------------------------------------------------------------------------------------------------------------- search
 
 
@@ -330,6 +381,30 @@ def test_search_is_deterministic_and_sorted():
         alone = estimate(model, e.setting, cluster)
         assert (alone.seconds, alone.memory) == (e.seconds, e.memory)
         assert Program(model).why_illegal(dataclasses.replace(e.setting.layout, rows=16, seq=S)) is None
+
+
+def test_the_search_finds_what_looking_at_all_layouts_finds():
+    """On a model whose stages differ, with little memory: the bounds leave out none of the best."""
+    config = dataclasses.replace(CONFIG, layers=8, embed=256, mlp=1024, heads=8, vocab=1024)
+    model = Model(Decoder(config))
+    small = dataclasses.replace(hardware("h100"), memory=4.06e8, reserved=0.0, node=2)
+    cluster = Cluster(small, 4)
+    found = plan(model, cluster, seq=4096, rows=16, top=3)
+    every: dict[str, float] = {}
+    for base in candidates(model, cluster, rows=16, seq=4096, tried=Counter()):
+        for layout in (
+            *with_schedules(base, 8),
+            *(dataclasses.replace(base, schedule=n) for n in SPLIT if base.pipelined),
+        ):
+            for zero in {base.zero, 2, 3} if base.zero == 1 else {base.zero}:
+                for context in ("gather", "ring", "ulysses") if "cp" in base.axes else ("gather",):
+                    for remat in policies(model):
+                        line = dataclasses.replace(layout, context=context, zero=zero, remat=remat)
+                        s = Setting(line, 16, 4096, Precision(params=torch.bfloat16), torch.float32, torch.float32)
+                        if illegal(model, line, 16, 4096) is None and memory(model, s).total <= small.memory:
+                            every[str(dataclasses.replace(line, remat="everything"))] = times(model, s, cluster).total
+                            break
+    assert [e.seconds for e in found.estimates] == pytest.approx(sorted(every.values())[:3])
 
 
 def test_what_does_not_fit_says_so():
@@ -352,6 +427,8 @@ def test_what_does_not_fit_says_so():
         ("--model tiny --mesh tp=4,dp=2 --batch 4 --seq 64", "6 query heads"),
         ("--gpu missing.toml", "cannot be read"),
         ("--model tiny --gpus 1 --mesh dp=1 --layout dp=1", "give one of them"),
+        ("--model tiny --gpus 1 --batch 4 --seq 64 --mesh dp=1 --remat atention", "is no computation"),
+        ("--model tiny --gpus 1 --batch 4 --seq 64 --mesh dp=1 --remat attention:host", "leave :host out"),
     ],
 )
 def test_bad_input_is_named(arguments, words, capsys):

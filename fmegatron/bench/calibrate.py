@@ -72,6 +72,7 @@ def calibrate(device: torch.device, *, small: bool | None = None) -> Hardware:
         reach={**base.reach, **reach},
         bandwidth=bandwidth,
         streamed=min(1.0, streamed),
+        copied=1.0,  # the bandwidth is that of copies
         unaligned=unaligned,
         launch=launch,
         attention=forward,

@@ -45,13 +45,14 @@ class Hardware:
 
     peaks: FLOP/s of matrix products by dtype ("bf16", "fp8", "fp32"), dense. reach: how much of these by the sizes of a product.
     attention, attention_backward: FLOP/s that attention's kernels reach over long sequences, with heads of 128; half of it is
-        reached at `attention_half` queries. bandwidth: bytes/s of memory; streamed: the part of it that a fused kernel reaches.
+        reached at `attention_half` queries. bandwidth: bytes/s of memory; streamed: the part of it that a fused kernel reaches,
+        which reduces rows on its way; copied: that of plain passes over long arrays (sums of gradients, the optimizer).
     unaligned: the part of its speed that a product in half precision keeps whose rows are no multiples of 16 bytes, such as with
         an odd vocabulary.
     launch: seconds that a kernel takes whatever it does. memory: bytes; reserved: of which a process cannot have (context,
         communicators, what the allocator cannot use).
     intra, inter: bytes/s that a GPU sends to others of its node, and out of it, as collectives reach it; latency in seconds, of
-        one step of a collective, inside and between nodes. node: GPUs of a node.
+        one step of a collective, inside and between nodes. node: GPUs of a node. host: bytes/s to host memory, and from it.
     source: where the numbers are from.
     """
 
@@ -62,6 +63,7 @@ class Hardware:
     intra: float
     inter: float
     node: int = 8
+    host: float = 5.0e10
     reach: Mapping[str, Reach] = field(
         default_factory=lambda: {"bf16": Reach(), "fp8": Reach(0.62), "fp32": Reach(0.8)}
     )
@@ -69,6 +71,7 @@ class Hardware:
     attention_backward: float = 4.6e14
     attention_half: float = 700.0
     streamed: float = 0.82
+    copied: float = 0.85
     unaligned: float = 0.25
     launch: float = 3e-6
     latency_intra: float = 4e-6
@@ -83,9 +86,11 @@ class Hardware:
             "intra",
             "inter",
             "node",
+            "host",
             "attention",
             "attention_backward",
             "streamed",
+            "copied",
             "unaligned",
         ):
             value = getattr(self, f)
@@ -121,9 +126,9 @@ class Hardware:
         rate *= min(1.0, math.sqrt(a.head / 128)) * a.queries / (a.queries + self.attention_half)
         return a.flops / rate + self.launch * (3 if a.backward else 1)
 
-    def stream(self, size: float, kernels: int = 1) -> float:
-        """Seconds of kernels that read and write so many bytes."""
-        return size / (self.bandwidth * self.streamed) + kernels * self.launch
+    def stream(self, size: float, kernels: int = 1, *, plain: bool = False) -> float:
+        """Seconds of kernels that read and write so many bytes; plain: element by element, over long arrays."""
+        return size / (self.bandwidth * (self.copied if plain else self.streamed)) + kernels * self.launch
 
     def collective(self, c: Collective, per_node: int) -> float:
         """Seconds of a collective of which `per_node` ranks are on one node (in rings, or directly for an all-to-all)."""
@@ -157,6 +162,7 @@ def _nvidia(
     return Hardware(name, peaks, bandwidth * TB, memory, **rest)
 
 
+# PCIe 5 × 16 carries 64 GB/s each way, and 80 % of it pinned memory (PCIe 4: half; GB200's NVLink-C2C: 450 GB/s each way).
 # NVLink counts what a GPU sends (half of the sheets' two directions), 80 % of it as collectives reach it; networks one adapter
 # a GPU, 90 % of it.
 _SHEET = "the maker's data sheet (dense peaks, memory); share reached: bf16 and fp8 products and attention of an H200, else estimated"
@@ -200,6 +206,7 @@ TABLE: dict[str, Hardware] = {
         79.1 * GIB,
         intra=240 * GB,
         inter=22.5 * GB,
+        host=25 * GB,
         source=_SHEET,
         attention=1.9e14,
         attention_backward=1.5e14,
@@ -229,6 +236,7 @@ TABLE: dict[str, Hardware] = {
         intra=720 * GB,
         inter=45 * GB,
         node=72,
+        host=360 * GB,
         source=_SHEET,
         attention=1.2e15,
         attention_backward=0.95e15,
@@ -243,6 +251,7 @@ TABLE: dict[str, Hardware] = {
         44.5 * GIB,
         intra=22 * GB,
         inter=11 * GB,
+        host=25 * GB,
         source=_SHEET,
         attention=1.5e14,
         attention_backward=1.2e14,

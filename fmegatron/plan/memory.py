@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fmegatron.axes import PIPELINE
+from fmegatron.offload import BUCKET as STATE_BUCKET
 from fmegatron.parallel.stages import Stage
 from fmegatron.plan.rank import SPLIT, Model, Setting, placement, read_elements, size, virtual_of
 from fmegatron.plan.residuals import most_alive, residuals
@@ -37,7 +38,7 @@ class Memory:
 
     gathered: parameters as equations read them, cast or gathered over data ranks, of two layers at a time, and gradients on their
     way. logits: the loss's room and probabilities. working: what a layer's backward takes beside what is kept. buffers: of the
-    gather of new parameters (ZeRO-1 and -2), and of messages between stages.
+    gather of new parameters (ZeRO-1 and -2), of messages between stages, and of an optimizer's state in host memory.
     """
 
     parameters: int
@@ -156,7 +157,9 @@ def _of_rank(model: Model, setting: Setting, rank: int, parts: _Sizes, exact: bo
     if several:
         first["gathered"] += on_way
     moment = max((first, last), key=lambda m: sum(m.values()))
-    state = resting.state
+    state = 0 if setting.offload else resting.state
+    if setting.offload:  # a part of the state that is updated, and the next one on its way
+        buffers += min(2 * STATE_BUCKET, resting.state * state_bytes(setting))
     return Memory(
         parameters=resting.bytes,
         moments=2 * state * setting.moments.itemsize,
@@ -207,6 +210,12 @@ def _unlike(model: Model, layout: Layout) -> list[int]:
 
     key = ranks, layout.schedule, layout.virtual, layout.stages
     return model.kept(("unlike", key), found)
+
+
+def state_bytes(setting: Setting) -> int:
+    """Of an element of what the optimizer holds: two moments, and a copy of the parameter."""
+    master = 0 if setting.master in (None, setting.precision.params) else setting.master.itemsize
+    return 2 * setting.moments.itemsize + master
 
 
 @dataclass(frozen=True)

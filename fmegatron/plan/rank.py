@@ -43,7 +43,8 @@ class Setting:
     """A layout with all else that a step's memory and time depend on.
 
     layout: its `micro` are the microbatches of a rank. rows, seq: of the global batch. moments, master: dtypes of the optimizer's
-        state; master None: no copy. parameters, gradients and products are as `precision` says.
+        state; master None: no copy. parameters, gradients and products are as `precision` says. offload: the optimizer's state rests in
+        host memory.
     """
 
     layout: Layout
@@ -52,6 +53,7 @@ class Setting:
     precision: Precision
     moments: torch.dtype = torch.float32
     master: torch.dtype | None = None
+    offload: bool = False
 
     @property
     def rank_rows(self) -> int:
@@ -155,7 +157,7 @@ class Model:
         """Of "embed", "head" or a layer, with so many rows in a microbatch on a rank. keep: whether the loss keeps its
         probabilities; None: if it does with these rows."""
         outer = setting.layout
-        layout, text, ends = self.kept(("inner", outer), lambda: _with_texts(_inner(outer)))
+        layout, text, ends = self.kept(("inner", outer), lambda: _with_texts(_inner(outer), ENTRY in self.spec))
         keep = part == "head" and self._keeps(setting, layout, rows) if keep is None else keep
         part = self.kinds[part] if isinstance(part, int) else part
         halves = outer.schedule in SPLIT
@@ -354,10 +356,11 @@ def _inner(layout: Layout) -> Layout:
     )
 
 
-def _with_texts(layout: Layout) -> tuple[Layout, str, str]:
+def _with_texts(layout: Layout, modules: bool) -> tuple[Layout, str, str]:
     """(the layout, what a layer of it depends on, what the ends do)."""
     context = "gather" if layout.context == "ring" else layout.context  # whose axes are the same
-    return layout, str(layout), str(dataclasses.replace(layout, remat="everything", context=context))
+    remat = layout.remat if modules else "everything"  # prediction modules are run again as layers are
+    return layout, str(layout), str(dataclasses.replace(layout, remat=remat, context=context))
 
 
 def nothing_kept(everything: Trace) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from fmegatron.axes import PIPELINE
+from fmegatron.plan.communication import entries
 from fmegatron.plan.memory import memory
 from fmegatron.plan.rank import Model, Setting, size, virtual_of
 from fmegatron.plan.search import Estimate, Found
@@ -28,9 +30,14 @@ ERRORS = (
 NOT_MODELLED = (
     "contention of networks and congestion, stragglers, clocks that fall with power",
     "collectives that slow the products beside them (they are taken to fit beside 85 % of these)",
-    "the host: kernels are taken to be launched ahead (compiled or recorded)",
+    "the host: kernels are taken to be launched ahead, and what lies between products to be one kernel each, as --compile or the fused "
+    "kernels make it (--cuda-graph takes the host out of the way; the graph's own memory is not counted)",
+    "the host's wait for the numbers of rows of experts, once a layer and direction (dispatch=padded has none)",
     "copies and slow kernels of tensors whose rows are no multiples of 16 bytes, such as with an odd vocabulary, but for their products",
-    "products that are cut so that collectives run beside their parts (--overlap), exchanges beside another microbatch",
+    "products that are cut so that collectives run beside their parts (--overlap), and exchanges beside another microbatch "
+    "(--microbatch-overlap, DualPipe-V's pairs): times are those without",
+    "activations in host memory (--remat name:host is refused)",
+    "hybrid sharding, rules of one's own and uneven stages in the search (--layout explains such a layout)",
     "uneven loads of experts; data loading, evaluation, checkpoints",
 )
 
@@ -102,9 +109,16 @@ def explained(model: Model, e: Estimate) -> str:
     lines.append("  " + "".ljust(wide) + "".join(h.rjust(12) for h in heads))
     lines += ["  " + n.ljust(wide) + "".join(f"{m.parts[n] / GIB:12.3f}" for m in every) for n in names]
     lines.append("  " + "total".ljust(wide) + "".join(f"{m.total / GIB:12.3f}" for m in every))
+    at = len(lines)
+    lines += ["", f"what {heads[0] if ranks > 1 else 'a rank'} communicates in a step"]
+    lines += [
+        f"  {f'{c.kind} over {chr(215).join(c.axes)}'.ljust(wide + 12)}{c.ranks:6} ranks {c.sent / GIB:12.3f} GiB sent"
+        for c in entries(model, s)
+    ]
     h = e.cluster.hardware
-    lines.append(
-        f"  of {(h.memory - h.reserved) / GIB:.1f} GiB ({h.memory / GIB:.1f} less {h.reserved / GIB:.1f} for context and communicators)"
+    lines.insert(
+        at,
+        f"  of {(h.memory - h.reserved) / GIB:.1f} GiB ({h.memory / GIB:.1f} less {h.reserved / GIB:.1f} for context and communicators)",
     )
     lines += [
         "",
@@ -158,6 +172,7 @@ def command(setting: Setting, model: Sequence[str]) -> str:
     if setting.master is None and p.params.itemsize < 4:
         words.append(f"--precision.master {dtype_name(p.params)}")
     words += [f"--fp8 {p.fp8.recipe}"] if p.fp8 is not None else []
+    words += ["--offload-optimizer"] if setting.offload else []
     return " ".join(words)
 
 
@@ -178,8 +193,8 @@ def as_dict(e: Estimate, model: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def as_json(estimates: Sequence[Estimate], model: Sequence[str]) -> str:
-    """All of them, with how they arose."""
+def as_json(estimates: Sequence[Estimate], model: Sequence[str], explained: Model | None = None) -> str:
+    """All of them, with how they arose. explained: the model, of whose one layout what each rank communicates is told too."""
     first = estimates[0]
     data = {
         "gpus": first.cluster.gpus,
@@ -189,6 +204,11 @@ def as_json(estimates: Sequence[Estimate], model: Sequence[str]) -> str:
         "not_modelled": list(NOT_MODELLED),
         "layouts": [as_dict(e, model) for e in estimates],
     }
+    if explained is not None:
+        ranks = range(size(first.setting.layout, PIPELINE))
+        data["communication"] = [
+            [dataclasses.asdict(c) for c in entries(explained, first.setting, rank=r)] for r in ranks
+        ]
     return json.dumps(data, indent=2)
 
 

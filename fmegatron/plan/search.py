@@ -31,9 +31,11 @@ import torch
 
 from fmegatron.axes import PIPELINE
 from fmegatron.errors import UserError
+from fmegatron.job_model import computations
+from fmegatron.models.config import DecoderConfig
 from fmegatron.parallel.folding import problem_of_experts
 from fmegatron.parallel.legality import Choice, Sizes, problem
-from fmegatron.plan.memory import Memory, memory
+from fmegatron.plan.memory import Memory, held_by, memory, of_stages, state_bytes
 from fmegatron.plan.rank import SPLIT, Model, Rough, Setting, size, virtual_of
 from fmegatron.plan.timing import Cluster, Spent, first_microbatch, least_bubble, times
 from fmegatron.precision import Precision
@@ -94,12 +96,14 @@ def plan(
     precision: Precision | None = None,
     moments: torch.dtype = torch.float32,
     master: torch.dtype | None = torch.float32,
+    offload: bool = False,
     top: int = 10,
 ) -> Found:
     """The fastest layouts that fit, of a model with `spec`, `embed`, `block` and `head` (as a pipeline wants it).
 
     seq, rows: tokens of a sequence, and sequences of a step. precision: of parameters, products and gradients; None: bf16, with
-    gradients summed in fp32. moments, master: of AdamW's state; master None: no copy of the parameters. top: how many to give.
+    gradients summed in fp32. moments, master: of AdamW's state; master None: no copy of the parameters. offload: that state in host memory. top: how many to
+    give.
 
     Raises UserError for sizes below 1, a batch that no number of GPUs divides, and where nothing fits: with what needs least.
     """
@@ -108,7 +112,7 @@ def plan(
             raise UserError(f"plan({name}={value!r}): a whole number of 1 or more")
     planned = model if isinstance(model, Model) else Model(model)
     precision = precision or Precision(params=torch.bfloat16)
-    search = _Search(planned, cluster, rows, seq, precision, moments, master)
+    search = _Search(planned, cluster, rows, seq, precision, moments, master, offload)
     for base in candidates(planned, cluster, rows=rows, seq=seq, tried=search.tried):
         search.add(base)
     found = search.best(top)
@@ -305,22 +309,17 @@ def policies(model: Model) -> tuple[str, ...]:
         return ("everything",)
     if model.program.has_experts:
         return ("everything", "nothing")
-    from fmegatron.job_model import computations
-
     return ("everything", "+".join(computations(config)), "nothing")
 
 
 def static(model: Model, setting: Setting) -> int:
     """Bytes that rest on the first rank: parameters, gradients and the optimizer's state."""
-    from fmegatron.plan.memory import held_by, of_stages
-
     sh = model.sharding(setting)
     rest = of_stages(model, sh, held_by(model, setting, 0))
-    master = 0 if setting.master in (None, setting.precision.params) else setting.master.itemsize
     wide = sh.precision.reduce_dtype.itemsize
     return (
         rest.bytes
-        + rest.state * (2 * setting.moments.itemsize + master)
+        + rest.state * (0 if setting.offload else state_bytes(setting))
         + (rest.params if setting.layout.micro > 1 and setting.layout.zero != 2 else rest.state) * wide
     )
 
@@ -342,6 +341,7 @@ def illegal(model: Model, layout: Layout, rows: int, seq: int) -> str | None:
             uneven=("vocab",),
         ),
     )
+    found = found or _problem_of_remat(model, layout)
     if found is None and size(layout, "pp") * virtual_of(layout) > model.layers + 2:
         found = f"{size(layout, 'pp') * virtual_of(layout)} stages are more than {model.layers} layers with both ends"
     count = size(layout, "pp") * virtual_of(layout)
@@ -362,6 +362,19 @@ def illegal(model: Model, layout: Layout, rows: int, seq: int) -> str | None:
     if found is None and layout.ep * layout.etp > 1:
         found = model.kept(("experts", layout.mesh, layout.ep, layout.etp), lambda: model.unplaced(layout))
     return found
+
+
+def _problem_of_remat(model: Model, layout: Layout) -> str | None:
+    config = getattr(model.model, "config", None)
+    if layout.remat in ("everything", "nothing") or not isinstance(config, DecoderConfig):
+        return None
+    known = computations(config)
+    for name in layout.remat.split("+"):
+        if name.endswith(":host") and name.removesuffix(":host") in known:
+            return f"remat={name}: activations in host memory are not planned: leave :host out"
+        if name not in known:
+            return f"remat={layout.remat}: {name!r} is no computation of this model's layers: use {', '.join(known)}"
+    return None
 
 
 def _expert_ranks(model: Model, ranks: int) -> Sequence[int]:

@@ -21,7 +21,7 @@ from fmegatron.parallel.schedule_simulation import Costs, simulate_order
 from fmegatron.parallel.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
 from fmegatron.parallel.stages import Stage
 from fmegatron.plan.hardware import Hardware
-from fmegatron.plan.memory import held_by, of_layer, of_stages
+from fmegatron.plan.memory import held_by, of_layer, of_stages, state_bytes
 from fmegatron.plan.rank import SPLIT, Model, Setting, placement, size, virtual_of
 from fmegatron.plan.residuals import fewer, schedule_of
 from fmegatron.plan.tracing import Work
@@ -29,6 +29,7 @@ from fmegatron.recording import Collective
 from fmegatron.sharding import Sharding
 from fmegatron.tree import leaves
 
+WAITS = ("1f1b", "dualpipev")  # schedules in whose steady state messages are waited for
 BESIDE = 0.85  # of the time of products that collectives can run beside
 
 
@@ -174,7 +175,11 @@ class _Work:
         wide = self.sh.precision.reduce_dtype.itemsize
         size = self.sh.precision.params.itemsize
         several = self.setting.layout.micro > 1
-        return self.hardware.stream(held * (size + wide * (2 if several else 1)), 1) if several or wide != size else 0.0
+        return (
+            self.hardware.stream(held * (size + wide * (2 if several else 1)), 1, plain=True)
+            if several or wide != size
+            else 0.0
+        )
 
     def of(self, work: Work) -> Spent:
         """What computes, and the collectives that it waits for."""
@@ -222,7 +227,7 @@ class _Work:
         return max(0.0, settle - room) + tail + back
 
     def optimizer(self, held: list[Stage]) -> float:
-        """Norms, clipping and AdamW in one pass."""
+        """Norms, clipping and AdamW in one pass; a state in host memory comes and goes meanwhile, both ways at once."""
         s = self.setting
         rest = of_stages(self.model, self.sh, held)
         size, wide = s.precision.params.itemsize, self.sh.precision.reduce_dtype.itemsize
@@ -230,7 +235,8 @@ class _Work:
         each = (
             wide + 4 * s.moments.itemsize + (master or size) + size + wide + size
         )  # and the norms of gradients and parameters
-        return self.hardware.stream(rest.state * each, 12)
+        took = self.hardware.stream(rest.state * each, 12, plain=True)
+        return max(took, rest.state * state_bytes(s) / self.hardware.host) if s.offload else took
 
 
 def label(c: Collective) -> str:
@@ -254,12 +260,12 @@ def ranks_of_a_node(mesh: Mesh | None, node: int, axes: tuple[str, ...]) -> int:
 
 
 def bubble(setting: Setting, stages: Seconds, message: float) -> float:
-    """How much longer a step takes than its busiest rank computes, simulated."""
+    """How much longer a step takes than its busiest rank computes, simulated: with fewer microbatches than there are, as waiting is
+    the same, or grows evenly where every message is waited for."""
     layout = setting.layout
-    ranks, name = size(layout, PIPELINE), layout.schedule
+    ranks, name, micro = size(layout, PIPELINE), layout.schedule, layout.micro
     if ranks == 1:
         return 0.0
-    table = schedule_of(name, ranks, fewer(name, ranks, layout.micro), virtual_of(layout))
     half = [s[BACKWARD] / 2 if BACKWARD in s else 0.0 for s in stages]
     costs = Costs(
         forward=[s[FORWARD] for s in stages],
@@ -267,9 +273,17 @@ def bubble(setting: Setting, stages: Seconds, message: float) -> float:
         backward_weight=[s.get(WEIGHT, h) for s, h in zip(stages, half, strict=True)],
         communication=message,
     )
-    steps = [times for _, times in simulate_order(table, costs)]
-    busy = max(sum(end - start for start, end, _ in some) for some in steps)
-    return max(end for some in steps for _, end, _ in some[-1:]) - busy
+
+    def waiting(microbatches: int) -> float:
+        runs = [times for _, times in simulate_order(schedule_of(name, ranks, microbatches, virtual_of(layout)), costs)]
+        busy = max(sum(end - start for start, end, _ in run) for run in runs)
+        return max(end for run in runs for _, end, _ in run[-1:]) - busy
+
+    few = fewer(name, ranks, micro)
+    found = waiting(few)
+    if name in WAITS and message and few + ranks <= micro:
+        found += (micro - few) // ranks * (waiting(few + ranks) - found)
+    return found
 
 
 def least_bubble(setting: Setting, stages: Seconds, message: float) -> float:

@@ -373,6 +373,14 @@ class _Recorder(TorchDispatchMode):
             if name == "grouped_products":
                 return "product", [Product(m, w.shape[-1], w.shape[-2], groups, _name(x.dtype), False)]
             return "product", [Product(x.shape[1], w.shape[1], m, groups, _name(x.dtype), True)]
+        if name == "fp8_grouped_products":
+            x, w = args[0], args[2]
+            groups = args[4].shape[0]
+            return "product", [Product(-(-x.shape[0] // groups), w.shape[-2], w.shape[-1], groups, "fp8", False)]
+        if name == "fp8_products_by_group":
+            x, g = args[0], args[2]
+            groups = args[4].shape[0]
+            return "product", [Product(x.shape[0], g.shape[0], -(-x.shape[1] // groups), groups, "fp8", True)]
         if name in ("moe_wide_product", "moe_wide_gradients"):
             x, w = args[-2:] if name.endswith("gradients") else args[:2]
             n = w.shape[-1] if w.shape[0] == x.shape[-1] else w.shape[0]
