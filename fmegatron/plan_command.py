@@ -119,8 +119,17 @@ def run(config: PlanConfig) -> int:
         print(report.explained(model, found))
         print("\n" + "\n".join(report.honesty(found)) + "\n\n" + report.command(setting, flags))
         return 0
-    formats = {"precision": precision, "moments": moments, "master": master, "offload": config.offload_optimizer}
-    best = plan(model, cluster, seq=config.seq, rows=rows, top=config.top, **formats)
+    best = plan(
+        model,
+        cluster,
+        seq=config.seq,
+        rows=rows,
+        precision=precision,
+        moments=moments,
+        master=master,
+        offload=config.offload_optimizer,
+        top=config.top,
+    )
     if config.json:
         print(report.as_json(best.estimates, flags))
         return 0
