@@ -301,10 +301,10 @@ def most_of_gradients(zero):
             most = max(most, alive)
             super().add(i, g)
 
-        def wait(self):
+        def wait(self, halfway=False):
             nonlocal alive
             alive -= sum(math.prod(self.params[i].shape) for members, _ in self.started for i in members)
-            super().wait()
+            super().wait(halfway)
 
     where.Reducer = Counting
     try:
