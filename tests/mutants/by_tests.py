@@ -55,7 +55,7 @@ FILES = (
         "decoder",
         "checking",
     ),
-    *("parts_ring_uneven", "sharding_parts", "stack_order", "parts_pipelines", "moe_routing"),
+    *("parts_ring_uneven", "sharding_parts", "stack_order", "parts_pipelines", "moe_routing", "wire"),
     *("primitives", "primitives_loss", "primitives_loss_forms", "primitives_transforms"),
 )
 TIMED = ("*delay*", "*hidden*", "*seconds*")  # a busy machine is not a defect
