@@ -454,6 +454,9 @@ class GenerateConfig:
     """Draw only among the likeliest tokens whose probabilities reach this sum."""
     seed: int = 0
     """Seed of the draws."""
+    speculate: bool = False
+    """The model's prediction module (of a run with --mtp) guesses a token ahead, which the model checks with the next one: the same
+    text at temperature 0, and the same distribution at others, in fewer passes. How many guesses were right is printed."""
     stream: bool = True
     """Print text as it arises (with one prompt)."""
     device: str = "auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fmegatron.checkpoint.ranks import is_first
 from fmegatron.config import GenerateConfig
 from fmegatron.context import PADDING, Ctx
 from fmegatron.data import load_tokenizer
+from fmegatron.drawing import draw
 from fmegatron.errors import UserError
 from fmegatron.launch import close_distributed, init_distributed
 from fmegatron.mesh import make_mesh
@@ -30,6 +32,7 @@ from fmegatron.precision import Precision, dtype_of
 from fmegatron.rules import standard_rules
 from fmegatron.sharding import Sharding
 from fmegatron.spec import abstract
+from fmegatron.speculate import Guesses, check_speculation, speculated
 
 AVERAGES = "opt.ema.ema"  # where a checkpoint's state has the moving average of the weights
 
@@ -48,6 +51,7 @@ def generate_tokens(
     eod: int | None = None,
     sh: Sharding | None = None,
     on_token: Callable[[list[int | None]], None] | None = None,
+    guesses: Guesses | None = None,
 ) -> list[list[int]]:
     """New token ids for each prompt, at most `tokens`, up to and without `eod`.
 
@@ -56,11 +60,15 @@ def generate_tokens(
     temperature: divides the logits; 0 takes the likeliest token. top_k, top_p: draw among the likeliest only.
     seed: the draws of row r, step t are a function of (seed, r, t).
     on_token: called after each step with each row's new id, None for rows that have ended.
+    guesses: the model's prediction module guesses a token ahead (see `fmegatron.speculate`), and is counted here. At temperature
+        0 tokens are the same, else they are other draws of the same distribution.
 
     The prompts are read in one pass; each step then reads one token a row. Raises UserError for an empty prompt or
     meaningless numbers.
     """
     _check(prompts, tokens, temperature, top_k, top_p)
+    if guesses is not None:
+        check_speculation(model)
     sh = sh or Sharding()
     held = _tensors(params)
     device = held[0].device if held else model.mesh.device  # of a pipeline's rank that holds nothing
@@ -76,20 +84,23 @@ def generate_tokens(
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], dtype=torch.int64, device=device)
     slots = longest + tokens
     own: dict[str, Any] = {"sh": sh} if isinstance(model, Pipeline) else {}
+    own |= {} if guesses is None else {"modules": 1}
     cache = model.cache(len(prompts), slots, dtype=sh.precision.compute_dtype, device=device, **own)
     place = torch.arange(slots, device=device)
     positions = (place - padding[:, None]).clamp(min=0)
     padded = len({len(p) for p in prompts}) > 1
     segments = torch.where(place < padding[:, None], PADDING, 0) if padded else None
     key = random.key(seed)
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     out: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
-    start = 0
-    for step in range(tokens):
-        end = start + ids.shape[1]
+
+    def inputs(start: int, end: int) -> dict[str, Any]:
         more = {} if segments is None else {"segments": segments[:, :end]}
-        logits = model.cached(params, ids, cache, start, Ctx(sh=sh), positions=positions[:, start:end], **more)
-        new = draw(logits, random.fold_in(key, step), temperature=temperature, top_k=top_k, top_p=top_p)
+        return {"ctx": Ctx(sh=sh), "positions": positions[:, start:end], **more}
+
+    def emit(new: Tensor) -> bool:
+        """Takes each row's next token. Have all rows ended?"""
         fresh: list[int | None] = []
         for row, token in enumerate(new.tolist()):
             ended[row] = ended[row] or token == eod
@@ -98,7 +109,18 @@ def generate_tokens(
                 out[row].append(token)
         if on_token is not None:
             on_token(fresh)
-        if all(ended):
+        return all(ended)
+
+    if guesses is not None:
+        where: dict[str, Any] = {"cache": cache, "inputs": inputs, "emit": emit, "ended": ended, "guesses": guesses}
+        speculated(model, params, ids, tokens=tokens, key=key, **where, **options)
+        return out
+    start = 0
+    for step in range(tokens):
+        end = start + ids.shape[1]
+        logits = model.cached(params, ids, cache, start, **inputs(start, end))
+        new = draw(logits, random.fold_in(key, step), **options)
+        if emit(new):
             break
         ids, start = new[:, None], end
     return out
@@ -111,28 +133,6 @@ def most_tokens(model: Any, prompt: int) -> int:
     if getattr(config, "positions", None) != "learned":
         return 1 << 62
     return max(0, config.max_seq - prompt + 1)  # type: ignore[union-attr]
-
-
-def draw(
-    logits: Tensor, key: random.Key, *, temperature: float, top_k: int | None = None, top_p: float | None = None
-) -> Tensor:
-    """logits[batch vocab] -> token ids[batch]: the likeliest at temperature 0, else drawn among the likeliest.
-
-    The draw takes the largest of logit + Gumbel noise, so that it is a function of the key and the row alone.
-    """
-    if temperature == 0:
-        return logits.argmax(-1)
-    scaled = logits.float() / temperature
-    if top_k is not None and top_k < scaled.shape[-1]:
-        least = scaled.topk(top_k, -1).values[..., -1:]
-        scaled = scaled.masked_fill(scaled < least, -torch.inf)
-    if top_p is not None and top_p < 1:
-        ordered, order = scaled.sort(-1, descending=True)
-        p = ordered.softmax(-1)
-        beyond = p.cumsum(-1) - p >= top_p  # the probabilities before a token reach top_p already
-        scaled = scaled.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
-    u = random.uniform(key, tuple(scaled.shape), dtype=torch.float64, device=scaled.device)
-    return (scaled.double() - (-(u.clamp(min=1e-300)).log()).log()).argmax(-1)
 
 
 def generate(model: Any, params: Any, tokenizer: Any, prompts: Sequence[str], **options: Any) -> list[str]:
@@ -302,6 +302,7 @@ def run_here(config: GenerateConfig, device: torch.device) -> int:
         config.checkpoint, device=device, dtype=dtype, weights=config.weights, held=held, sh=sh
     )
     model: Any = whole if pipe is None else pipe
+    guesses = Guesses() if config.speculate else None
     special = is_hf_folder(config.checkpoint)  # as transformers does
     prompts = [prompt_ids(tokenizer, p, special=special) for p in config.prompt]
     options: dict[str, Any] = {
@@ -312,6 +313,7 @@ def run_here(config: GenerateConfig, device: torch.device) -> int:
         "seed": config.seed,
         "eod": tokenizer.eod,
         "sh": sh,
+        "guesses": guesses,
     }
     prints = is_first()
     if config.stream and len(prompts) == 1 and prints:
@@ -319,13 +321,20 @@ def run_here(config: GenerateConfig, device: torch.device) -> int:
         printer = Printer(tokenizer, prompts[0])
         generate_tokens(model, params, prompts, on_token=printer, **options)
         printer.finish()
+        _tell(guesses)
         return 0
     found = generate_tokens(model, params, prompts, **options)
     for text, prompt, new in zip(config.prompt, prompts, found, strict=True) if prints else ():
         if len(prompts) > 1:
             print("-" * 20)
         print(text + continuation(tokenizer, prompt, new))
+    _tell(guesses)
     return 0
+
+
+def _tell(guesses: Guesses | None) -> None:
+    if guesses is not None:
+        print(guesses, file=sys.stderr)
 
 
 class Printer:

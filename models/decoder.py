@@ -476,15 +476,16 @@ class Decoder:
     # -------------------------------------------------------------------------------------------------- generation
 
     def cache(
-        self, rows: int, slots: int, *, dtype: torch.dtype = torch.float32, device: Any = "cpu"
+        self, rows: int, slots: int, *, dtype: torch.dtype = torch.float32, device: Any = "cpu", modules: int = 0
     ) -> dict[int, Any]:
         """Room for the keys and values of `slots` tokens of each row: {layer: {"k", "v"}}, each [rows, slots, kv,
-        head]; of latent attention {"latent"}, [rows, slots, latent_rope]."""
+        head]; of latent attention {"latent"}, [rows, slots, latent_rope]. modules: also of so many prediction modules."""
         c = self.config
         if c.mla is not None:
-            return mla.make_cache(c, rows, slots, dtype=dtype, device=device)
+            return mla.make_cache(c, rows, slots, layers=c.layers + modules, dtype=dtype, device=device)
         shape = (rows, slots, c.kv_heads, c.head)
-        return {i: {n: torch.zeros(shape, dtype=dtype, device=device) for n in "kv"} for i in range(c.layers)}
+        made = range(c.layers + modules)
+        return {i: {n: torch.zeros(shape, dtype=dtype, device=device) for n in "kv"} for i in made}
 
     def cached(
         self, params: Mapping[str, Any], tokens: Tensor, cache: Any, start: int, ctx: Ctx | None = None, **batch: Tensor
@@ -492,20 +493,34 @@ class Decoder:
         """Logits[batch vocab] of the token behind `tokens`[batch seq], which fill the slots from `start` on. Keys
         and values are written into `cache` in place. batch: positions[batch seq], and segments[batch start+seq] when
         rows begin with padding."""
+        rest, ctx = self.cached_context(tokens, start, ctx, **batch)
+        x, _ = self.stack(params["layers"], (self._stream(self.embed(params, rest, ctx)), cache), ctx)
+        return self.unembed(params, x[:, -1:], ctx)[:, -1]
+
+    def cached_context(
+        self, tokens: Tensor, start: int, ctx: Ctx | None = None, **batch: Tensor
+    ) -> tuple[dict[str, Tensor], Ctx]:
+        """(the batch, the context) of tokens[batch seq] in the slots from `start` on."""
         segments = batch.pop("segments", None)
         rest, ctx = {"tokens": tokens, **batch}, ctx or Ctx()
         if segments is not None and self.config.moe is not None:
             rest["real"] = segments[:, start:] != PADDING  # padding takes no place of an expert
         slots = (start, start + tokens.shape[1])
         ctx = ctx.replace(extras={**(ctx.extras or {}), "slots": slots, "kv_segments": segments})
-        ctx = self.context(rest, ctx)
-        x, _ = self.stack(params["layers"], (self._stream(self.embed(params, rest, ctx)), cache), ctx)
-        return self.unembed(params, x[:, -1:], ctx)[:, -1]
+        return rest, self.context(rest, ctx)
 
     def unembed(self, params: Mapping[str, Any], x: Tensor, ctx: Ctx) -> Tensor:
         """stream[batch seq* embed] -> logits[batch seq vocab] (each rank its part of the vocabulary)."""
-        used = self._ahead(params, self._head, ctx)()
-        h, table = self._into_vocab(used, self._norm(used, "norm", x), ctx)
+        used = self.head_parameters(params, ctx)
+        return self.logits_of(used, self._norm(used, "norm", x), ctx)
+
+    def head_parameters(self, params: Mapping[str, Any], ctx: Ctx, *, embedding: bool = False) -> Mapping[str, Tensor]:
+        """What makes logits of the stream, gathered. embedding: and the table of embeddings, if that is another one."""
+        return self._ahead(params, list(dict.fromkeys([*self._head, *(["embed"] if embedding else [])])), ctx)()
+
+    def logits_of(self, used: Mapping[str, Tensor], h: Tensor, ctx: Ctx) -> Tensor:
+        """The normed stream h[batch seq* embed] -> logits[batch seq vocab]."""
+        h, table = self._into_vocab(used, h, ctx)
         y = ctx.sh.dot(h, table, TO_LOGITS, name="head")
         cap = self.config.logit_softcap
         return y if cap is None else cap * torch.tanh(y / cap)

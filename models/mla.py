@@ -122,12 +122,18 @@ def attend(
 
 
 def make_cache(
-    config: DecoderConfig, rows: int, slots: int, *, dtype: torch.dtype = torch.float32, device: Any = "cpu"
+    config: DecoderConfig,
+    rows: int,
+    slots: int,
+    *,
+    layers: int,
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
 ) -> dict[int, Any]:
     """Room for the latents and rope keys of `slots` tokens of each row: {layer: {"latent": [rows, slots, latent_rope]}}."""
     m = _sizes(config)
     shape = (rows, slots, m.kv_rank + m.rope)
-    return {i: {"latent": torch.zeros(shape, dtype=dtype, device=device)} for i in range(config.layers)}
+    return {i: {"latent": torch.zeros(shape, dtype=dtype, device=device)} for i in range(layers)}
 
 
 def scale_of(config: DecoderConfig) -> float:

@@ -164,16 +164,20 @@ def module(model: Any, p: Mapping[str, Tensor], carry: Mapping[str, Any], ctx: C
     one reads, of which there are always N + 1; and the records of experts, where there are some. Its embedding is taken from
     the front, and its hidden state comes to the end.
     """
-    (embedded, *rest), sh = carry["states"], ctx.sh
-    parts = model._norm(p, "embed_norm", embedded), model._norm(p, "hidden_norm", rest[-1])
-    side = "batch seq* embed"
-    both = sh.primitive(lambda *xs: torch.cat(xs, -1), parts, (side, side), "batch seq* both")
-    x = sh.dot(both, p["join"], JOIN, name="join")
+    embedded, *rest = carry["states"]
+    x = joined(model, p, embedded, rest[-1], ctx)
     records = {n: t for n, t in carry.items() if n != "states"}
     y = model.block(p, {**records, "x": x} if records else x, ctx)
     if records:
         y, records = y["x"], {n: t for n, t in y.items() if n != "x"}
     return {**records, "states": (*rest, model._norm(p, "norm", y))}
+
+
+def joined(model: Any, p: Mapping[str, Tensor], embedded: Tensor, hidden: Tensor, ctx: Ctx) -> Tensor:
+    """What the block of a module reads, of embeddings and hidden states, all [batch seq* embed]."""
+    parts, side = (model._norm(p, "embed_norm", embedded), model._norm(p, "hidden_norm", hidden)), "batch seq* embed"
+    both = ctx.sh.primitive(lambda *xs: torch.cat(xs, -1), parts, (side, side), "batch seq* both")
+    return ctx.sh.dot(both, p["join"], JOIN, name="join")
 
 
 def with_terms(
