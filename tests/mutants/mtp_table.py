@@ -69,8 +69,8 @@ MTP_MUTANTS = {
             "modules beside each other in place of one behind the other, as in earlier multi-token prediction",
             (
                 f"{MODULES}:module",
-                'model._norm(p, "hidden_norm", rest[-1])',
-                'model._norm(p, "hidden_norm", rest[max(0, len(rest) - 1 - (ctx.layer - model.config.layers))])',
+                "joined(model, p, embedded, rest[-1], ctx)",
+                "joined(model, p, embedded, rest[max(0, len(rest) - 1 - (ctx.layer - model.config.layers))], ctx)",
             ),
         ),
         planted(
