@@ -30,7 +30,7 @@ from fmegatron.plan.rank import SPLIT, virtual_of
 from fmegatron.plan.report import command
 from fmegatron.plan.residuals import most_alive, residuals
 from fmegatron.plan.search import candidates, illegal, policies, with_schedules
-from fmegatron.plan.timing import bubble, first_microbatch, least_bubble, ranks_of_a_node
+from fmegatron.plan.timing import bubble, first_microbatch, half_of_first_microbatch, least_bubble, ranks_of_a_node
 from fmegatron.plan.tracing import Attention, Product
 from fmegatron.precision import Precision
 from fmegatron.random import key
@@ -363,7 +363,8 @@ def test_waiting_is_that_of_all_microbatches_and_not_below_its_bound(name, micro
     assert found == pytest.approx(simulate(make_schedule(name, 4, micro), costs).idle)
     bound = least_bubble(s, stages, 0.0) if "B" in parts else 0.0
     assert 0 <= bound <= found
-    assert first_microbatch(dataclasses.replace(s, layout=Layout.parse(f"pp=4 micro={micro}")), [parts] * 4, 0.0) == 1.5
+    plain = dataclasses.replace(s, layout=Layout.parse(f"pp=4 micro={micro}"))
+    assert [f(plain, [parts] * 4, 0.0) for f in (first_microbatch, half_of_first_microbatch)] == [3.0, 1.5]
 
 
 # -------------------------------------------------------------------------------------------------------------- search
@@ -383,15 +384,18 @@ def test_search_is_deterministic_and_sorted():
         assert Program(model).why_illegal(dataclasses.replace(e.setting.layout, rows=16, seq=S)) is None
 
 
-def test_the_search_finds_what_looking_at_all_layouts_finds():
+@pytest.mark.parametrize(
+    ("gpus", "seq", "memory_"), [(2, 1024, 2.2e8), pytest.param(4, 4096, 4.06e8, marks=pytest.mark.slow)]
+)
+def test_the_search_finds_what_looking_at_all_layouts_finds(gpus, seq, memory_):
     """On a model whose stages differ, with little memory: the bounds leave out none of the best."""
     config = dataclasses.replace(CONFIG, layers=8, embed=256, mlp=1024, heads=8, vocab=1024)
     model = Model(Decoder(config))
-    small = dataclasses.replace(hardware("h100"), memory=4.06e8, reserved=0.0, node=2)
-    cluster = Cluster(small, 4)
-    found = plan(model, cluster, seq=4096, rows=16, top=3)
+    small = dataclasses.replace(hardware("h100"), memory=memory_, reserved=0.0, node=2)
+    cluster = Cluster(small, gpus)
+    found = plan(model, cluster, seq=seq, rows=16, top=3)
     every: dict[str, float] = {}
-    for base in candidates(model, cluster, rows=16, seq=4096, tried=Counter()):
+    for base in candidates(model, cluster, rows=16, seq=seq, tried=Counter()):
         for layout in (
             *with_schedules(base, 8),
             *(dataclasses.replace(base, schedule=n) for n in SPLIT if base.pipelined),
@@ -400,8 +404,8 @@ def test_the_search_finds_what_looking_at_all_layouts_finds():
                 for context in ("gather", "ring", "ulysses") if "cp" in base.axes else ("gather",):
                     for remat in policies(model):
                         line = dataclasses.replace(layout, context=context, zero=zero, remat=remat)
-                        s = Setting(line, 16, 4096, Precision(params=torch.bfloat16), torch.float32, torch.float32)
-                        if illegal(model, line, 16, 4096) is None and memory(model, s).total <= small.memory:
+                        s = Setting(line, 16, seq, Precision(params=torch.bfloat16), torch.float32, torch.float32)
+                        if illegal(model, line, 16, seq) is None and memory(model, s).total <= small.memory:
                             every[str(dataclasses.replace(line, remat="everything"))] = times(model, s, cluster).total
                             break
     assert [e.seconds for e in found.estimates] == pytest.approx(sorted(every.values())[:3])

@@ -36,8 +36,8 @@ from fmegatron.models.config import DecoderConfig
 from fmegatron.parallel.folding import problem_of_experts
 from fmegatron.parallel.legality import Choice, Sizes, problem
 from fmegatron.plan.memory import Memory, held_by, memory, of_stages, state_bytes
-from fmegatron.plan.rank import SPLIT, Model, Rough, Setting, size, virtual_of
-from fmegatron.plan.timing import Cluster, Spent, first_microbatch, least_bubble, times
+from fmegatron.plan.rank import FOLDED, SPLIT, Model, Rough, Setting, size, virtual_of
+from fmegatron.plan.timing import Cluster, Spent, first_microbatch, half_of_first_microbatch, least_bubble, times
 from fmegatron.precision import Precision
 from fmegatron.rules import CONTEXTS
 from fmegatron.testing.layout import Layout
@@ -173,8 +173,9 @@ class _Search:
             spent = times(self.rough, fits, self.cluster, waiting=least_bubble)
             self._offer(fits.layout, spent.total)
             if layout is base and size(base, PIPELINE) > 1:
-                spent = times(self.rough, fits, self.cluster, waiting=first_microbatch)
                 for name in SPLIT:
+                    least = half_of_first_microbatch if name in FOLDED else first_microbatch
+                    spent = times(self.rough, fits, self.cluster, waiting=least)
                     other = dataclasses.replace(fits.layout, schedule=name)
                     if illegal(self.model, other, self.rows, self.seq) is None:
                         self._offer(other, spent.total)

@@ -300,7 +300,12 @@ def least_bubble(setting: Setting, stages: Seconds, message: float) -> float:
 
 
 def first_microbatch(setting: Setting, stages: Seconds, message: float) -> float:
-    """What any schedule cannot avoid on these ranks, with half of their layers in the way: a microbatch comes to the last rank through
-    all of the others."""
+    """What no schedule can avoid on these ranks: a microbatch comes to the last one through all of the others."""
+    ranks = size(setting.layout, PIPELINE)
+    return (ranks - 1) * message + sum(s[FORWARD] for s in stages) * (ranks - 1) / ranks
+
+
+def half_of_first_microbatch(setting: Setting, stages: Seconds, message: float) -> float:
+    """The same of ranks whose layers are half in the way there, and half in the way back."""
     ranks = size(setting.layout, PIPELINE)
     return (ranks - 1) * message + sum(s[FORWARD] for s in stages) / 2 * (ranks - 1) / ranks
