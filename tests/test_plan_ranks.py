@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -32,9 +33,6 @@ SIZES: dict[str, Any] = dict(vocab=96, embed=32, layers=4, heads=8, kv_heads=4, 
 CONFIGS = {
     "": DecoderConfig(**SIZES),
     "tied": DecoderConfig(**SIZES, tied=True),
-    "wide": DecoderConfig(
-        **{**SIZES, "embed": 128, "mlp": 96}
-    ),  # where little is kept, next to numbers that are no part of layers
 }
 ROWS, SEQ = 2, 32  # of a microbatch of a rank
 
@@ -72,6 +70,8 @@ def measured(line: str, config: str = "") -> dict[str, Any]:
             there = {t.untyped_storage()._cdata for t in _tensors(others)} | gone
             if action.kind not in (FORWARD, INPUT):
                 return
+            self.settle()  # gradients under way are no residuals
+            gc.collect()
             alive = {at: n for at, (ref, n) in live.refs.items() if n > 8 and at not in there and not ref.expired()}
             most[0] = max(most[0], sum(alive.values()))
 
@@ -141,10 +141,8 @@ MORE = (
     ("pp=2 micro=4 schedule=interleaved", ""),
     ("pp=2 micro=4 schedule=zbv", "tied"),
     ("pp=2 micro=4 schedule=dualpipev", ""),
-    ("pp=2 micro=4 remat=attention", "wide"),
     ("pp=2 micro=3 schedule=gpipe", ""),
     ("pp=2 micro=4 schedule=bfs", ""),
-    ("pp=2,dp=2 zero=1 micro=2", ""),
     ("pp=2,dp=2 zero=2 micro=2 schedule=zbh1", "tied"),
     ("pp=2,dp=2 zero=3 micro=2 schedule=zbv", ""),
     ("pp=2,tp=2 sp micro=2 schedule=interleaved", ""),
@@ -165,4 +163,4 @@ def test_more_stages_communicate_and_hold_what_is_planned(line: str, config: str
 
 
 def test_a_stage_of_several_ranks() -> None:
-    compare("pp=2,dp=2 zero=2 micro=2", "")
+    compare("pp=2,dp=2 zero=1 micro=2", "")
