@@ -6,6 +6,10 @@ INTEGERS = "equivalent: integers have no gradient, and both arrows are the same 
 
 COSTS_NOTHING = "equivalent: both names stand for what costs no collective"
 
+ONE_CHUNK = "equivalent: what is not cut is one chunk, which is returned before its rows are looked at"
+CHUNKS_DIVIDE = "equivalent: chunks and parts divide, so that one more is rounded away"
+SAME_PRODUCT = "equivalent: chooses between a product written in its place and the same one copied there"
+
 SURVIVORS_CORE: dict[str, str] = {
     # sharding, layout
     "fmegatron.sharding:Sharding.sum: 1 -> *": "equivalent: the plan is in the cache by then, under the same name",
@@ -42,6 +46,43 @@ SURVIVORS_CORE: dict[str, str] = {
     "fmegatron.mesh:make_mesh: 1 -> 0": "equivalent: a mesh without tp has nothing to cut whichever number below 2 stands for it",
     "fmegatron.rules:standard_rules: 'tp_group' -> 'tp_kv'": (
         "differs only on a mesh that names tp_group by hand and no tp_kv, which is refused without the change"
+    ),
+    # the product in chunks
+    "fmegatron.overlap:plan_of: overlap > 1 -> overlap >= 1": "equivalent: one chunk is the whole product",
+    "fmegatron.overlap:plan_of: 1 -> 0 #2": "equivalent: one chunk is the whole product",
+    "fmegatron.overlap:entering: (n for n in equation.output.dims if base(n) not in have) -> *": (
+        "equivalent: the axes of a dim that x has are taken by this dim in the region too"
+    ),
+    "fmegatron.overlap:_inside: name.count('*') > other.count('*') -> *": "equivalent: with as many marks both names are one",
+    "fmegatron.overlap:rows_of: r.joined * r.handed -> *": "equivalent: along which rows chunks are cut changes no sum",
+    "fmegatron.overlap:costs: 'nothing' -> 'slice'": "equivalent: chunks where there is nothing to hide are as right",
+    "fmegatron.overlap:costs: 'slice' -> 'nothing'": "equivalent: chunks where there is nothing to hide are as right",
+    "fmegatron.overlap:Running._piece: 1 -> 0 #1": "equivalent: a slot of one chunk is the whole",
+    "fmegatron.overlap:Running._multiply: 1 -> 0 #1": SAME_PRODUCT,
+    "fmegatron.overlap:division: 1 -> 0 #1": "equivalent: one chunk is the whole product",
+    "fmegatron.overlap:division: size > 0 -> size >= 0": "equivalent: chunks of nothing are nothing",
+    "fmegatron.overlap:division: 0 -> 1 #2": "equivalent: one row is not divided by two chunks or more",
+    "fmegatron.overlap:division: 0 -> 1 #3": ONE_CHUNK,
+    "fmegatron.overlap:division: 0 -> 1 #4": ONE_CHUNK,
+    "fmegatron.overlap:division: 1 -> 2 #4": ONE_CHUNK,
+    "fmegatron.overlap:division: 1 -> 0 #4": ONE_CHUNK,
+    "fmegatron.overlap:division: 1 -> 2 #5": ONE_CHUNK,
+    "fmegatron.overlap:division: 1 -> 0 #5": ONE_CHUNK,
+    "fmegatron.overlap:Whole.put: 1 -> 0": "equivalent: one chunk is copied into a whole of its size",
+    "fmegatron.overlap:slot: x.shape[dim] // count -> *": CHUNKS_DIVIDE,
+    "fmegatron.overlap:slot: x.shape[dim] // (parts * count) -> *": CHUNKS_DIVIDE,
+    "fmegatron.overlap:_copy: chunk.shape[dim] // parts -> *": CHUNKS_DIVIDE,
+    "fmegatron.overlap:_multiply_into: [n for n in s if n in t and n not in u] -> *": SAME_PRODUCT,
+    "fmegatron.overlap:_multiply_into: n in t -> n not in t": SAME_PRODUCT,
+    "fmegatron.overlap:_multiply_into: n not in u -> n in u": SAME_PRODUCT,
+    "fmegatron.overlap:_multiply_into: list(o) == rows + columns -> *": SAME_PRODUCT,
+    "fmegatron.overlap:_multiply_into: rows + columns -> rows": SAME_PRODUCT,
+    "fmegatron.overlap:_multiply_into: parts[1] > 1 -> parts[1] >= 1": SAME_PRODUCT,
+    "fmegatron.overlap:_multiply_into: 1 -> 0 #1": SAME_PRODUCT,
+    "fmegatron.overlap:_multiply_into: 1 -> 2 #2": SAME_PRODUCT,
+    "fmegatron.overlap:_multiply_into: 1 -> 0 #2": SAME_PRODUCT,
+    "fmegatron.overlap:_multiply_into: x.permute([a.index(n) for n in rows + sums]) -> x": (
+        "equivalent: where the product is written in its place, its rows and sums stand in x's order"
     ),
     # primitives
     "fmegatron.primitives.cross_entropy:linear_cross_entropy: 1 -> 2 #4": "equivalent: how many tokens go at a time",
