@@ -331,6 +331,7 @@ def test_every_setting_is_a_flag(tmp_path) -> None:
         "kernels": "torch",
         "microbatch_overlap": "pairs",
         "precision.fp8_gradients": "e4m3",
+        "precision.wire": "bfloat16",
         "precision.fp8_unaligned": "keep",
         "precision.fp8_backend": "native",
         "keep_probabilities": "True",

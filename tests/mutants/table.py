@@ -325,7 +325,7 @@ TENSOR = (
     mutant(
         "the gradient that leaves a region is not summed",
         "torchtitan #1805, #1878: a bare to_local() loses the tensor-parallel reduction",
-        (f"{COLLECTIVES}:dual", "Step(DUAL[s.kind], ", 'Step("I>R" if s.kind == "I>R" else DUAL[s.kind], '),
+        (f"{COLLECTIVES}:dual", "kind=DUAL[s.kind], ", 'kind="I>R" if s.kind == "I>R" else DUAL[s.kind], '),
     ),
     mutant(
         "partial gradients of the loss labelled as sums",
