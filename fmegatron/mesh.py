@@ -246,23 +246,9 @@ def make_mesh(
     simulated = simulating()
     ranks = _plain_arange(total).view(*atoms.values())
     permuted = ranks.permute([list(atoms).index(a) for a in chosen]).contiguous()
-    if simulated:
-        device_mesh = DeviceMesh(device, permuted, mesh_dim_names=chosen)
-        keep_alive(device_mesh)
-    else:  # DeviceMesh would make groups of its own for every mesh, each with threads that never end
-        groups = [group_of(ranks) for ranks in _lines_through(permuted, dist.get_rank())]
-        device_mesh = DeviceMesh.from_group(groups, device, permuted, mesh_dim_names=chosen)
+    device_mesh = DeviceMesh(device, permuted, mesh_dim_names=chosen)
+    keep_alive(device_mesh)
     return Mesh(atoms, names, chosen, device, simulated, device_mesh, ranks)
-
-
-def _lines_through(ranks: torch.Tensor, rank: int) -> list[list[int]]:
-    """Along each dim of ranks[…] those that differ from `rank` in this dim alone, itself included."""
-    place = (ranks == rank).nonzero()[0].tolist()
-    lines = []
-    for dim in range(ranks.ndim):
-        line: Any = tuple(slice(None) if d == dim else at for d, at in enumerate(place))
-        lines.append(ranks[line].tolist())
-    return lines
 
 
 def _plain_arange(n: int) -> torch.Tensor:

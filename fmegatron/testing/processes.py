@@ -25,15 +25,21 @@ from typing import Any
 
 GRACE = 5.0  # seconds that other ranks get behind one that failed; they may wait for it in a collective
 KILLED = "the process was killed by"
+# Process groups of a rank, each of which has a gloo thread that wakes a hundred times a second, used or not: where there
+# are more the next call gets new processes.
+MOST_GROUPS = 32
 
 _pools: dict[int, Pool] = {}
 
 
 def processes(world: int) -> Pool:
     """The pool of this many ranks, started at first use."""
-    if world not in _pools or not _pools[world].alive():
-        _pools[world] = Pool(world)
-    return _pools[world]
+    pool = _pools.get(world)
+    if pool is not None and pool.groups > MOST_GROUPS:
+        pool.close()
+    if pool is None or not pool.alive():
+        pool = _pools[world] = Pool(world)
+    return pool
 
 
 class Pool:
@@ -45,6 +51,7 @@ class Pool:
         self.folder = tempfile.mkdtemp(prefix="fmegatron-ranks-")
         self.pipes: list[Any] = []
         self.workers: list[Any] = []
+        self.groups = 0  # most process groups of a rank
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         for rank in range(world):
             mine, theirs = context.Pipe()
@@ -77,7 +84,9 @@ class Pool:
             for pipe in ready:
                 rank = waiting[pipe]
                 try:
-                    found[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    *answer, groups = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    found[rank] = tuple(answer)
+                    self.groups = max(self.groups, groups)
                 except (EOFError, OSError):
                     found[rank] = (False, self._ended(rank))
                 if not found[rank][0]:
@@ -130,6 +139,13 @@ def _context() -> Any:
     return context
 
 
+def _groups() -> int:
+    """How many process groups this process has."""
+    from torch.distributed import distributed_c10d
+
+    return len(distributed_c10d._world.pg_map)
+
+
 def _serve(rank: int, world: int, folder: str, path: list[str], pipe: Any) -> None:
     sys.path[:] = path
     import torch
@@ -141,8 +157,9 @@ def _serve(rank: int, world: int, folder: str, path: list[str], pipe: Any) -> No
     while (call := pickle.loads(pipe.recv_bytes())) is not None:
         module, name, args = call
         try:
-            answer = pickle.dumps((True, getattr(importlib.import_module(module), name)(*args)))
+            found = True, getattr(importlib.import_module(module), name)(*args)
+            answer = pickle.dumps((*found, _groups()))
         except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
+            answer = pickle.dumps((False, traceback.format_exc(), _groups()))
         pipe.send_bytes(answer)
     dist.destroy_process_group()
