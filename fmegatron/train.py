@@ -636,8 +636,8 @@ class Loop:
         found = checkpoint.latest(self.out)
         newest = f"the newest checkpoint is {found}" if found else "there is no checkpoint yet"
         self.report.print(
-            f"stopped: {error}. They held the same {self.config.check_replicas} steps before; {newest}. Memory, a kernel or the "
-            "network of one of these ranks may be at fault"
+            f"stopped: {error}. A check every {self.config.check_replicas} steps found no difference before; {newest}. Memory, a "
+            "kernel or the network of one of these ranks may be at fault"
         )
 
     def tell_non_finite(self, error: NonFiniteError) -> None:

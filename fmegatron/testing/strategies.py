@@ -173,7 +173,7 @@ def layouts(
         left = known
         turns = list(
             reversed(axes)
-        )  # the first have most ranks to take: beside a pipeline each one comes first at times
+        )  # the first has most ranks to take: beside a pipeline each one comes first at times
         for axis in draw(st.permutations(turns)) if PIPELINE in axes else turns:
             most = draw(st.integers(1, world_size))
             n = max(size for size in {sizes.get(axis, 1) for sizes in left} if size <= most)
