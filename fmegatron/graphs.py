@@ -158,9 +158,10 @@ class _Capture:
             # other threads may go on with what is no part of the recording, such as writing a checkpoint
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 run()
-        except UserError:
-            raise
-        except (RuntimeError, TypeError) as error:
+        except (UserError, RuntimeError, TypeError) as error:
+            _free_generator()
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 "cuda_graph: the step cannot be recorded: it waits for the device, reads a value of it on the host, or copies "
                 "from host memory; make it with check_finite=False, without a loss scale, and with adamw or adam "
@@ -169,6 +170,15 @@ class _Capture:
 
     def play(self) -> None:
         self.graph.replay()
+
+
+def _free_generator() -> None:
+    """Where a recording ends in an error, torch leaves the device's generator as if it were being recorded, and every later
+    random number on that device would be refused: give it a state that is not, with the same seed and offset."""
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    fresh = torch.Generator(default.device)
+    fresh.set_state(default.get_state())
+    default.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def _check(tensors: Sequence[Tensor]) -> None:

@@ -93,6 +93,10 @@ class Tape:
         self.leaf: int | None = None
         self.tap: torch.Tensor | None = None
 
+    def wants(self, *names: str) -> bool:
+        """May one of these computations be tapped or kept?"""
+        return bool(self.weights or self.taps) or any(self.save(name) for name in names)
+
     def enter(self, name: str, w: torch.Tensor | None = None) -> tuple[Any, list[torch.Tensor] | None]:
         """Opens a call of the primitive `name` with the weight w: (weight to use, outputs kept in the first run or
         None)."""

@@ -27,7 +27,7 @@ from fmegatron.errors import UserError
 from fmegatron.initializers import Normal, Ones, Zeros
 from fmegatron.models import mla, mtp
 from fmegatron.models.config import DecoderConfig
-from fmegatron.models.fused import SHARED, own_rows, split_qkv
+from fmegatron.models.fused import SHARED, copied_qkv, own_rows
 from fmegatron.models.moe import (
     add_records,
     expert_spec,
@@ -49,13 +49,17 @@ from fmegatron.primitives import (
     clamped_swiglu,
     dropout,
     embedding,
+    gated_mlp,
     geglu,
     gelu,
+    has_kernel,
     layer_norm,
     linear_cross_entropy,
     relu2,
     rms_norm,
     rotary_table,
+    split_qkv,
+    split_rotary,
     swiglu,
 )
 from fmegatron.random import fold_in
@@ -544,11 +548,18 @@ class Decoder:
 
     def _heads(self, p: Mapping[str, Tensor], x: Tensor, cache: Any, ctx: Ctx) -> Tensor:
         """What the heads read of each other, [batch seq kv group head]."""
-        sh, extras = ctx.sh, ctx.extras
-        q, k, v = self._fused_qkv(p, x, ctx) if "qkv" in p else self._qkv(p, sh(x, ENTER_ATTENTION), ctx)
+        rotary, options = ctx.extras["rotary"], {"interleaved": self.config.rope_interleaved, **self._kernel}
+        turn_fused = "qkv" in p and rotary is not None and self.config.qk_norm is None
+        if turn_fused:
+            q, k, v = self._fused_qkv(p, x, ctx, lambda y: split_rotary(y, *rotary, **options))
+        elif "qkv" in p:
+            # what backward keeps by itself is copied, or the whole would be kept for it
+            q, k, v = self._fused_qkv(p, x, ctx, split_qkv if self.config.qk_norm is None else copied_qkv)
+        else:
+            q, k, v = self._qkv(p, ctx.sh(x, ENTER_ATTENTION), ctx)
         q, k = self._qk_norm(p, q, k, ctx)
-        if extras["rotary"] is not None:
-            q, k = apply_rotary_both(q, k, *extras["rotary"], interleaved=self.config.rope_interleaved, **self._kernel)
+        if rotary is not None and not turn_fused:
+            q, k = apply_rotary_both(q, k, *rotary, **options)
         if cache is not None:
             return self._cached_attention(p, q, k, v, cache, ctx)
         return self._self_attention(p, q, k, v, ctx)
@@ -561,19 +572,16 @@ class Decoder:
         q, k, v = (t + p[f"{n}_bias"] if f"{n}_bias" in p else t for n, t in (("q", q), ("k", k), ("v", v)))
         return q, k, v
 
-    def _fused_qkv(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of the stream by one product, of which each is a part."""
+    def _fused_qkv(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx, split: Callable[[Tensor], Any]) -> Any:
+        """The same of the stream by one product, of which each is a part: split(y[batch seq kv qkv head])."""
         c, sh = self.config, ctx.sh
         w = own_rows(p["qkv"], 2, c.group, sh)
         equation = "batch seq* embed, embed kv qkv head -> batch seq kv qkv head | group"
         y = sh.dot(x, w, equation, name="qkv", overlap=self.overlap)
         if "qkv_bias" in p:
             y = y + own_rows(p["qkv_bias"], 1, c.group, sh)
-        # what backward keeps by itself is copied, or the whole would be kept for it (the fast norms want copies anyhow)
-        kept = "qkv" if c.qk_norm is not None else "v" if ctx.extras["rotary"] is not None else ""
-        apart = functools.partial(split_qkv, copied=kept)
         results = ("batch seq kv group head", "batch seq kv head | group", "batch seq kv head | group")
-        return sh.primitive(apart, (y,), ("batch seq kv qkv head | group",), results)
+        return sh.primitive(split, (y,), ("batch seq kv qkv head | group",), results)
 
     def _qk_norm(self, p: Mapping[str, Tensor], q: Tensor, k: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         """Norms of queries and keys, each head alone (Qwen 3, Gemma 3) or all heads together (OLMo 2)."""
@@ -645,16 +653,28 @@ class Decoder:
             y = sh.dot(h, p[n], equation, name=n, overlap=self.overlap)
             return y + p[f"{n}_bias"] if f"{n}_bias" in p else y
 
+        down = f"{prefix}down"
+        if fused and self._one_kernel(p, x, ctx, f"{prefix}gate_up", down, mlp):
+            return gated_mlp(x, p[f"{prefix}gate_up"], p[down], activation=activation)
         if fused:
             a = GATED[activation](into("gate_up", f"gated {mlp}"), **self._kernel)
         elif activation in GATED:
             a = GATED[activation](into("gate"), into("up"), **self._kernel)
         else:
             a = PLAIN[activation](into("up"))
-        down = f"{prefix}down"
         equation = f"batch seq {mlp}, {mlp} embed -> batch seq* embed"
         y = sh.dot(a, p[down], equation, name=down, overlap=self.overlap)
         return y + p[f"{down}_bias"] if f"{down}_bias" in p else y
+
+    def _one_kernel(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx, gate_up: str, down: str, mlp: str) -> bool:
+        """May the gated MLP be one primitive? Where it has a kernel, and nobody asks for one of its products: no transform,
+        no precision of its own, no bias, no sum over ranks between."""
+        sh = ctx.sh
+        if sh.check is not None or sh.precision.fp8 is not None or sh.axes(mlp) or sh.axes("seq*") != sh.axes("seq"):
+            return False
+        if any(f"{name}_bias" in p for name in (gate_up, down)) or (sh.tape and sh.tape.wants(gate_up, down)):
+            return False
+        return has_kernel(x, p[gate_up], self.config.activation, kernel=self.kernel)
 
     def _norm(self, p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
         """The norm of this name, if the family has it."""

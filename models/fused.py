@@ -37,6 +37,7 @@ from fmegatron import tree
 from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.models.config import DecoderConfig
+from fmegatron.primitives import split_qkv
 
 FUSED = ("fused_qkv", "fused_gate_up")  # the fields of the config
 GATED_NAMES = ("gate", "up")
@@ -103,15 +104,9 @@ def own_rows(w: Tensor, at: int, group: int, sh: Any) -> Tensor:
     return torch.cat([w.index_select(at, sh.index("group", group, device=w.device)), w.narrow(at, group, 2)], at)
 
 
-def split_qkv(y: Tensor, *, copied: str = "") -> tuple[Tensor, Tensor, Tensor]:
-    """y[batch seq kv qkv head] -> (q[batch seq kv group head], k[batch seq kv head], v), views of it.
-
-    copied: those of "qkv" that are copies instead, and so do not keep y alive.
-    """
-    q, k, v = y.split([y.shape[3] - 2, 1, 1], 3)
-    q, k, v = (
-        x.contiguous() if n in copied else x for n, x in zip("qkv", (q, k.squeeze(3), v.squeeze(3)), strict=True)
-    )
+def copied_qkv(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`split_qkv` of y, copies, which do not keep it alive."""
+    q, k, v = (x.contiguous() for x in split_qkv(y))
     return q, k, v
 
 

@@ -239,5 +239,9 @@ def test_what_cannot_be_recorded_on_a_gpu() -> None:
     step = cuda_graph(train_step(model.loss, optimizer, weights=model.weights, sh=sh, donate=True), warmup=1)
     state = TrainState(0, params, optimizer.init(params), key(1))
     state, _ = step(state, batch(0, device="cuda"))
+    torch.manual_seed(3)
+    numbers = torch.randn(5, device="cuda")
     with pytest.raises(UserError, match="check_finite=False"):
         step(state, batch(1, device="cuda"))
+    torch.manual_seed(3)  # the device's random numbers go on
+    assert torch.equal(torch.randn(5, device="cuda"), numbers)

@@ -19,6 +19,7 @@ from fmegatron.primitives import (
     linear_cross_entropy,
     rms_norm,
     rotary_table,
+    split_rotary,
     swiglu,
 )
 
@@ -122,6 +123,13 @@ def test_rotary(dtype, by_row, dim, interleaved):
     compare(one, [draw(2, 7, 3, 16)], dtype)
     compare(both, [draw(2, 7, 3, 4, 16), draw(2, 7, 3, 16)], dtype)
     compare(lambda kernel, y: both(kernel, y[:, :, :, :3], y[:, :, :, 3]), [draw(2, 7, 2, 5, 16)], dtype)
+
+    def split(kernel, y):
+        table = tables[torch.promote_types(y.dtype, torch.float32)]
+        return split_rotary(y, *table, interleaved=interleaved, kernel=kernel)
+
+    for group in (1, 3):
+        compare(split, [draw(2, 7, 2, group + 2, 16)], dtype)
 
 
 FORMS = [{}, dict(label_smoothing=0.1), dict(z_loss=1e-2), dict(softcap=5.0)]

@@ -1,6 +1,13 @@
-"""Queries and keys turned by their positions, both in one launch: a program turns all heads of one token."""
+"""Queries and keys turned by their positions in one launch, and values beside them moved: a program takes all heads of one
+token.
+
+What is read and what is written may each be a part of one larger tensor: so queries, keys and values come out of one
+product, and their gradients go back into one, in the pass that turns them.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -14,6 +21,8 @@ def _turn_heads(
     out,
     x_outer,
     x_inner,
+    out_outer,
+    out_inner,
     heads,
     inner,
     cos,
@@ -25,13 +34,13 @@ def _turn_heads(
     HALF: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Heads x[heads features], head h at (h // inner) x_outer + (h % inner) x_inner, to contiguous out."""
+    """Heads x[heads features] to out, head h of either at (h // inner) outer + (h % inner) inner."""
     features = 2 * half + REST
     pair = tl.arange(0, HALF)[None, :]
     for start in range(0, heads, HEADS):
         head = start + tl.arange(0, HEADS)[:, None]
         source = x + (head // inner) * x_outer + (head % inner) * x_inner
-        target = out + head * features
+        target = out + (head // inner) * out_outer + (head % inner) * out_inner
         inside = (head < heads) & (pair < half)
         if INTERLEAVED:
             first, second = 2 * pair, 2 * pair + 1
@@ -48,11 +57,24 @@ def _turn_heads(
 
 
 @triton.jit
+def _move_heads(x, out, x_outer, out_outer, heads, features, HEADS: tl.constexpr, FEATURES: tl.constexpr):
+    """Heads x[heads features] to out as they are, head h of either at h outer."""
+    feature = tl.arange(0, FEATURES)[None, :]
+    for start in range(0, heads, HEADS):
+        head = start + tl.arange(0, HEADS)[:, None]
+        inside = (head < heads) & (feature < features)
+        found = tl.load(x + head * x_outer + feature, mask=inside)
+        tl.store(out + head * out_outer + feature, found, mask=inside)
+
+
+@triton.jit
 def _rotary_turn(
     q,
     k,
+    v,
     q_out,
     k_out,
+    v_out,
     cos,
     sin,
     tokens,
@@ -64,19 +86,35 @@ def _rotary_turn(
     k_token,
     k_outer,
     k_inner,
+    v_batch,
+    v_token,
+    v_outer,
+    q_out_batch,
+    q_out_token,
+    q_out_outer,
+    q_out_inner,
+    k_out_batch,
+    k_out_token,
+    k_out_outer,
+    k_out_inner,
+    v_out_batch,
+    v_out_token,
+    v_out_outer,
     q_heads,
     group,
     k_heads,
     k_group,
+    v_heads,
     table_batch,
     half,
     BACK: tl.constexpr,
-    KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     REST: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     TAIL: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     row, token = place // tokens, place % tokens
@@ -86,15 +124,53 @@ def _rotary_turn(
     s = tl.load(sin + at, mask=pair < half, other=0.0).to(tl.float32)[None, :]
     if BACK:
         s = -s
-    features = 2 * half + REST
-    source = q + row * q_batch + token * q_token
-    target = q_out + place * q_heads * features
-    _turn_heads(source, target, q_outer, q_inner, q_heads, group, c, s, half, INTERLEAVED, REST, HEADS, HALF, TAIL)
-    if KEYS:
-        source = k + row * k_batch + token * k_token
-        target = k_out + place * k_heads * features
+    _turn_heads(
+        q + row * q_batch + token * q_token,
+        q_out + row * q_out_batch + token * q_out_token,
+        q_outer,
+        q_inner,
+        q_out_outer,
+        q_out_inner,
+        q_heads,
+        group,
+        c,
+        s,
+        half,
+        INTERLEAVED,
+        REST,
+        HEADS,
+        HALF,
+        TAIL,
+    )
+    if PARTS > 1:
         _turn_heads(
-            source, target, k_outer, k_inner, k_heads, k_group, c, s, half, INTERLEAVED, REST, HEADS, HALF, TAIL
+            k + row * k_batch + token * k_token,
+            k_out + row * k_out_batch + token * k_out_token,
+            k_outer,
+            k_inner,
+            k_out_outer,
+            k_out_inner,
+            k_heads,
+            k_group,
+            c,
+            s,
+            half,
+            INTERLEAVED,
+            REST,
+            HEADS,
+            HALF,
+            TAIL,
+        )
+    if PARTS > 2:
+        _move_heads(
+            v + row * v_batch + token * v_token,
+            v_out + row * v_out_batch + token * v_out_token,
+            v_outer,
+            v_out_outer,
+            v_heads,
+            2 * half + REST,
+            HEADS,
+            FEATURES,
         )
 
 
@@ -113,44 +189,65 @@ def _tile(heads: int, pairs: int) -> tuple[int, int]:
 
 
 def turn(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, interleaved: bool = False, back: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """(q, k) turned, new tensors: x[batch seq … head] by tables [seq half] or [batch seq half], which are contiguous.
+    xs: Sequence[Tensor], cos: Tensor, sin: Tensor, *, interleaved: bool = False, back: bool = False
+) -> list[Tensor]:
+    """One to three of (q, k, v): the first two turned, the third as it is, all new tensors: x[batch seq … head] by tables
+    [seq half] or [batch seq half], which are contiguous.
 
     back: by the opposite angles.
     """
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = None if k is None else torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    if q_out.numel() == 0:
-        return q_out, k_out
-    a = _as_heads(q)
-    b = a if k is None else _as_heads(k)
-    half, features = cos.shape[-1], q.shape[-1]
+    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
+    turn_into(outs, xs, cos, sin, interleaved=interleaved, back=back)
+    return outs
+
+
+def turn_into(
+    outs: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    back: bool = False,
+) -> None:
+    """As `turn`, written to `outs`, which may be parts of one tensor: evenly spaced, the head's features side by side; v
+    [batch seq heads head]."""
+    if outs[0].numel() == 0:
+        return
+    (a, b, c), (ao, bo, co) = (([*(_as_heads(x) for x in given)] * 3)[:3] for given in (xs, outs))
+    half, features = cos.shape[-1], xs[0].shape[-1]
     rest, size = features - 2 * half, triton.next_power_of_2(half)
     heads, warps = _tile(a.shape[2] * a.shape[3], size)
-    _rotary_turn[(q.shape[0] * q.shape[1],)](
+    _rotary_turn[(a.shape[0] * a.shape[1],)](
         a,
         b,
-        q_out,
-        q_out if k_out is None else k_out,
+        c,
+        ao,
+        bo,
+        co,
         cos,
         sin,
-        q.shape[1],
+        a.shape[1],
         *a.stride()[:4],
         *b.stride()[:4],
+        *c.stride()[:3],
+        *ao.stride()[:4],
+        *bo.stride()[:4],
+        *co.stride()[:3],
         a.shape[2] * a.shape[3],
         a.shape[3],
         b.shape[2] * b.shape[3],
         b.shape[3],
+        c.shape[2],
         cos.stride(0) if cos.ndim == 3 else 0,
         half,
         BACK=back,
-        KEYS=k is not None,
+        PARTS=len(xs),
         INTERLEAVED=interleaved,
         REST=rest,
         HEADS=heads,
         HALF=size,
         TAIL=triton.next_power_of_2(max(rest, 1)),
+        FEATURES=triton.next_power_of_2(features),
         num_warps=warps,
     )
-    return q_out, k_out

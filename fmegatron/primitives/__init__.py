@@ -6,6 +6,7 @@ from fmegatron.primitives.attention import attention, cu_seqlens_of, segments_of
 from fmegatron.primitives.cross_entropy import cross_entropy, linear_cross_entropy
 from fmegatron.primitives.dropout import dropout, jittered
 from fmegatron.primitives.embedding import embedding
+from fmegatron.primitives.gated_mlp import gated_mlp, has_kernel
 from fmegatron.primitives.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fmegatron.primitives.rotary import (
     DynamicNTKScaling,
@@ -18,6 +19,8 @@ from fmegatron.primitives.rotary import (
     apply_rotary_both,
     rotary,
     rotary_table,
+    split_qkv,
+    split_rotary,
 )
 
 __all__ = [
@@ -37,8 +40,10 @@ __all__ = [
     "cu_seqlens_of",
     "dropout",
     "embedding",
+    "gated_mlp",
     "geglu",
     "gelu",
+    "has_kernel",
     "jittered",
     "layer_norm",
     "linear_cross_entropy",
@@ -48,5 +53,7 @@ __all__ = [
     "rotary",
     "rotary_table",
     "segments_of",
+    "split_qkv",
+    "split_rotary",
     "swiglu",
 ]

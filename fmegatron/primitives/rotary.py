@@ -19,7 +19,7 @@ from torch.autograd import Function
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function
 from fmegatron.kernels import chosen
-from fmegatron.primitives._function import cast, graph_wanted, may_overwrite, wide
+from fmegatron.primitives._function import cast, graph_wanted, may_overwrite, operator, wide
 
 Scaled = tuple[torch.Tensor, float]
 
@@ -252,6 +252,33 @@ def apply_rotary_both(
     return next(turned), next(turned)
 
 
+def split_rotary(
+    y: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    kernel: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y[batch seq kv qkv head], of each kv head its queries, its key and its value one behind another, ->
+    (q[batch seq kv group head] turned, k[batch seq kv head] turned, v[batch seq kv head]), none of which keeps y.
+
+    What `apply_rotary_both` gives of y's parts; Triton's kernel reads y once, and writes its gradient once.
+    """
+    _check_table(y, cos, sin)
+    if y.ndim == 5 and _fast(kernel, cos, sin, y):
+        return apply_function(_SplitAndTurn, y, cos, sin, interleaved)
+    q, k, v = split_qkv(y)
+    q, k = apply_rotary_both(q, k, cos, sin, interleaved=interleaved, kernel=kernel)
+    return q, k, v.contiguous()
+
+
+def split_qkv(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y[batch seq kv qkv head] -> (q[batch seq kv group head], k[batch seq kv head], v[batch seq kv head]), views."""
+    q, k, v = y.split([y.shape[3] - 2, 1, 1], 3)
+    return q, k.squeeze(3), v.squeeze(3)
+
+
 def _check_table(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     if cos.shape != sin.shape or 2 * cos.shape[-1] > x.shape[-1] or cos.ndim not in (2, 3):
         raise UserError(
@@ -345,6 +372,27 @@ class _TurnByKernel(Function):
         return *found, *[None] * (5 - len(found))
 
 
+class _SplitAndTurn(Function):
+    """(y, cos, sin, interleaved) -> (q, k, v) of `split_rotary`, by Triton's kernel."""
+
+    @staticmethod
+    def forward(y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, ...]:
+        return _turned(list(split_qkv(y)), cos, sin, interleaved, False)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, cos, sin, ctx.interleaved = inputs
+        ctx.save_for_backward(cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        if graph_wanted():
+            q, k = apply_rotary_both(*gs[:2], cos, -sin, interleaved=ctx.interleaved, kernel="torch")
+            return torch.cat([q, k.unsqueeze(3), gs[2].unsqueeze(3)], 3), None, None, None
+        return _turned_back(*gs, cos, sin, ctx.interleaved), None, None, None
+
+
 def _turned(
     xs: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, back: bool
 ) -> tuple[torch.Tensor, ...]:
@@ -352,8 +400,7 @@ def _turned(
         return tuple(torch.ops.fmegatron.turn(xs, cos, sin, interleaved, back))
     from fmegatron.kernels import rotary
 
-    q, k = rotary.turn(xs[0], xs[1] if len(xs) > 1 else None, cos, sin, interleaved=interleaved, back=back)
-    return (q,) if k is None else (q, k)
+    return tuple(rotary.turn(xs, cos, sin, interleaved=interleaved, back=back))
 
 
 @torch.library.custom_op("fmegatron::turn", mutates_args=())
@@ -368,6 +415,25 @@ def _(
     xs: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, back: bool
 ) -> list[torch.Tensor]:
     return [x.new_empty(x.shape) for x in xs]
+
+
+@operator("fmegatron::turn_back_and_join")
+def _turned_back(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    """The gradient of y of those of (q, k, v)."""
+    from fmegatron.kernels import rotary
+
+    y = q.new_empty((*q.shape[:3], q.shape[3] + 2, q.shape[4]))
+    rotary.turn_into(split_qkv(y), (q, k, v), cos, sin, interleaved=interleaved, back=True)
+    return y
+
+
+@_turned_back.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    return q.new_empty((*q.shape[:3], q.shape[3] + 2, q.shape[4]))
 
 
 def _pairs(a: torch.Tensor, b: torch.Tensor, interleaved: bool) -> torch.Tensor:

@@ -22,7 +22,8 @@ import torch
 from fmegatron.accumulate import accumulate
 from fmegatron.context import Ctx
 from fmegatron.models import Decoder, DecoderConfig
-from fmegatron.models.fused import FUSED, fuse, split_qkv
+from fmegatron.models.fused import FUSED, fuse
+from fmegatron.primitives import split_qkv
 from fmegatron.precision import Precision
 from fmegatron.primitives import swiglu
 from fmegatron.product import product
