@@ -23,9 +23,8 @@ from fmegatron.accumulate import accumulate
 from fmegatron.context import Ctx
 from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.models.fused import FUSED, fuse
-from fmegatron.primitives import split_qkv
 from fmegatron.precision import Precision
-from fmegatron.primitives import swiglu
+from fmegatron.primitives import split_qkv, swiglu
 from fmegatron.product import product
 from fmegatron.random import key
 from fmegatron.sharding import Sharding
