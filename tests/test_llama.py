@@ -142,7 +142,12 @@ def test_real_processes_agree(axes, sp, store, save):
 
 
 @pytest.mark.parametrize(
-    ("axes", "save"), [(None, "everything"), ("dp=1,cp=1,tp=1", "nothing"), ("dp=1,cp=1,tp=1", "attention")]
+    ("axes", "save"),
+    [
+        (None, "everything"),
+        ("dp=1,cp=1,tp=1", "nothing"),
+        pytest.param("dp=1,cp=1,tp=1", "attention", marks=pytest.mark.slow),  # (as the stages of a pipeline have it)
+    ],
 )
 def test_compiled_blocks_compute_the_same(axes, save):
     """aot_eager, without and with a mesh, with dropout, for every policy of recomputation; by inductor the slow case below."""

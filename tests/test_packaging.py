@@ -1,5 +1,6 @@
 """A wheel, an editable install and a bare checkout import the same names; nothing generic is installed."""
 
+import math
 import os
 import shutil
 import subprocess
@@ -9,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from fmegatron.mesh import parse_axes
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ["fmegatron.cli", "fmegatron.models", "fmegatron.parallel"]
@@ -119,8 +122,9 @@ def losses(output: str) -> list[str]:
     return [line for line in output.splitlines() if line[:3].strip().isdigit()]
 
 
-def test_the_readme_s_program_runs_alone_on_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
-    """On 1 and on 4 processes, from an empty folder, with the same losses."""
+@pytest.mark.parametrize("mesh", ["dp=1,tp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)])
+def test_the_readme_s_program_runs_alone_on_the_installed_wheel(wheel: Path, tmp_path: Path, mesh: str) -> None:
+    """On one process and on several, from an empty folder, with the same losses."""
     target, alone = tmp_path / "site", tmp_path / "alone"
     install(wheel, target)
     alone.mkdir()
@@ -142,11 +146,12 @@ def test_the_readme_s_program_runs_alone_on_the_installed_wheel(wheel: Path, tmp
     where = output(sys.executable, "-c", "import fmegatron; print(fmegatron.__file__)")
     assert os.path.realpath(where.strip()).startswith(os.path.realpath(target))
     one = losses(output(sys.executable, "own_model.py"))
-    four = losses(
-        output(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "own_model.py", "dp=2,tp=2")
+    world = math.prod(parse_axes(mesh).values())
+    several = losses(
+        output(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", world, "own_model.py", mesh)
     )
-    assert len(one) == len(four) == 20
-    for a, b in zip(one, four, strict=True):
+    assert len(one) == len(several) == 20
+    for a, b in zip(one, several, strict=True):
         assert abs(float(a.split()[1]) - float(b.split()[1])) <= 1e-4 * float(a.split()[1])
     assert float(one[-1].split()[1]) < 0.5 * float(one[0].split()[1])
 

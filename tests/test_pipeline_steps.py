@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 
 import fmegatron as fm
@@ -166,22 +167,24 @@ def test_steps_in_fp16_skip_alike_and_have_the_losses_of_one_device() -> None:
 # --------------------------------------------------------------------------------------- compiled blocks, recomputation
 
 
-def compiled_gradients() -> Any:
-    """On one rank: (loss, gradients)."""
-    model = decoder(layers=2, dropout=0.2, compile={"backend": "aot_eager"}, save=fm.names("attention"))
+def compiled_gradients(ranks: tuple[int, ...]) -> Any:
+    """On one rank: (loss, gradients), by compiled blocks if it is one of these."""
+    compile = {"backend": "aot_eager"} if torch.distributed.get_rank() in ranks else False
+    model = decoder(layers=2, dropout=0.2, compile=compile, save=fm.names("attention"))
     pipe, sh = parts(model, "zbh1", 2)
     params = fm.init(pipe.spec, fm.key(0), sh=sh)
     (loss, _), grads = pipe(params, batch(6), fm.Ctx(sh=sh, key=fm.key(7)))
     return loss, whole(grads)
 
 
-def test_compiled_blocks_that_are_run_again_inside_stages_equal_one_device() -> None:
+@pytest.mark.parametrize("ranks", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
+def test_compiled_blocks_that_are_run_again_inside_stages_equal_one_device(ranks: tuple[int, ...]) -> None:
     """Both at once; attention is kept by its name."""
     model, sh = decoder(layers=2, dropout=0.2), fm.Sharding(precision=FLOAT64)
     params = fm.init(model.spec(), fm.key(0), sh=sh)
     (loss, _), grads = fm.accumulate(model.loss, weights=model.weights)(params, batch(6), fm.Ctx(sh=sh, key=fm.key(7)))
     want = whole(grads)
-    for got, own in processes(2).run(compiled_gradients):
+    for got, own in processes(2).run(compiled_gradients, ranks, timeout=300):
         close(got, loss, "loss")
         for name, g in own.items():
             close(g, want[name], name, 1e-3 * float(fm.optim.global_norm(grads)))
