@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 _made: dict[tuple[int, ...], Any] = {}
+_times: dict[tuple[int, ...], tuple[Any, int]] = {}  # (default group, how often these ranks have made one below it)
 
 
 def group_of(ranks: Sequence[int]) -> Any:
@@ -25,15 +26,20 @@ def group_of(ranks: Sequence[int]) -> Any:
     them must ask for it, at any time; this rank must be among them."""
     c10d: Any = dist.distributed_c10d
     key = tuple(sorted(ranks))
-    if key not in _made or _made[key] not in c10d._world.pg_map:  # or went with a default group that was destroyed
-        _made[key] = _new(c10d, list(key))
+    if key not in _made or _made[key] not in c10d._world.pg_map:  # or was destroyed, alone or with the default group
+        default = c10d._get_default_group()
+        below, times = _times.get(key, (None, 0))
+        times = times + 1 if below is default else 0
+        _times[key] = default, times
+        _made[key] = _new(c10d, default, list(key), times)
     return _made[key]
 
 
-def _new(c10d: Any, ranks: list[int]) -> Any:
-    default = c10d._get_default_group()
+def _new(c10d: Any, default: Any, ranks: list[int], times: int) -> Any:
+    """times: a group that was destroyed left addresses in the store under its name."""
     backend, store = c10d._world.pg_map[default]
-    name = "fmegatron-" + hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+    text = "_".join(map(str, ranks)) + (f" again {times}" if times else "")
+    name = "fmegatron-" + hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
     bound = default.bound_device_id
     default.bound_device_id = None  # by which torch decides whether to split
     try:

@@ -26,3 +26,19 @@ def after_different_groups():
 
 def test_ranks_that_made_different_numbers_of_groups_meet_in_one():
     assert processes(4).run(after_different_groups, timeout=60) == [[True, 6, 2], [True, 6, 4]] * 2
+
+
+def after_an_end():
+    """[is it another group?, the sum of ranks in it], each time that a group was destroyed."""
+    found, group = [], group_of(range(2))
+    for _ in range(2):
+        dist.destroy_process_group(group)
+        before, group = group, group_of(range(2))
+        x = torch.tensor([dist.get_rank() + 1])
+        dist.all_reduce(x, group=group)
+        found.append((group is not before, int(x)))
+    return found
+
+
+def test_a_group_that_was_destroyed_is_made_again():
+    assert processes(2).run(after_an_end, timeout=60) == [[(True, 3)] * 2] * 2
