@@ -200,6 +200,19 @@ def test_leaves_that_the_kernel_cannot_take(device):
     close(*results, 1e-6)
 
 
+@on_each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_the_norm_is_the_sum_of_squares(device, dtype):
+    """One larger than a program's block, one of odd size, an empty one; one at an odd address is left."""
+    group = [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(device, dtype) for n in (70001, 33, 0, 4096)]
+    group.append(group[0][1:])
+    sums, left = fused.squares_pass(group, kernel="triton")
+    assert [x.numel() for x in left] == [0, 70000]
+    want = sum(x.double().square().sum() for x in group[:-1])
+    torch.testing.assert_close(sums[0].double(), want, rtol=1e-6, atol=0)
+    assert fused.squares_pass(group) == ([], group)  # too few for it to be worth a table
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None or kernels.INTERPRETED, reason="no triton to interpret")
 def test_the_kernel_by_triton_s_interpreter():
     """The tests of the kernel above, on a CPU in a process of its own, as triton must be told before it is imported."""

@@ -1,6 +1,6 @@
-"""An update in one pass over memory, by a Triton kernel for all leaves at once.
+"""An update in one pass over memory, and a norm in one, by Triton kernels for all leaves at once.
 
-Where it runs: on a GPU with triton, for contiguous leaves of float32 and narrower, whose local shards begin at a
+Where they run: on a GPU with triton, for contiguous leaves of float32 and narrower, whose local shards begin at a
 multiple of 16 bytes. `apply` gives every other leaf to torch's own multi-tensor kernels, and so does a CPU.
 """
 
@@ -23,6 +23,7 @@ from fmegatron.precision import dtype_name
 
 ALIGNED = 16  # bytes, for loads of that width
 TREES = ("params", "grads", "m", "v")
+MANY = 1 << 22  # elements from which a norm is worth a table
 KEPT = 64  # tables of addresses on the device; a training step needs as many as there are kinds of leaves
 
 _tables: dict[Any, Tensor] = {}
@@ -65,7 +66,7 @@ def adam_pass(
     done = [n for n, i in enumerate(members) if all(_simple(c[n]) for c in columns) and _whole(work, i, by_chance)]
     if not done:
         return members
-    from fmegatron.kernels.adam import adam
+    from fmegatron.kernels.adam import BLOCK, adam
 
     def numbers(n: int) -> tuple[float, float, float]:
         rate, step = rate_at(lr, n) * own.scale, n + 1
@@ -77,7 +78,7 @@ def adam_pass(
     names = [*(dtype_name(c[0].dtype) for c in columns), None][:5]
     adam(
         _table(local, device),
-        _places([x.numel() for x in local[0]], device),
+        _places([x.numel() for x in local[0]], device, BLOCK),
         tuple(names),  # type: ignore[arg-type]
         capturing.numbers(numbers, count),
         scale=None if scale is None else scale.to(device),
@@ -90,6 +91,22 @@ def adam_pass(
     )
     gone = set(done)
     return [i for n, i in enumerate(members) if n not in gone]
+
+
+def squares_pass(group: list[Tensor], *, kernel: str = "auto") -> tuple[list[Tensor], list[Tensor]]:
+    """(sums of squares, 0-d float32; what is left) of tensors of one dtype on one device."""
+    few = kernel == "auto" and sum(x.numel() for x in group) < MANY
+    if few or not _able(kernel, group):
+        return [], group
+    done = [x for x in group if _simple(x)]
+    if not done:
+        return [], group
+    from fmegatron.kernels.squares import BLOCK, squares
+
+    device = done[0].device
+    table = _held([word for x in done for word in (x.data_ptr(), x.numel())], device)
+    total = squares(table, _places([x.numel() for x in done], device, BLOCK), dtype_name(done[0].dtype))
+    return [total], [x for x in group if not _simple(x)]
 
 
 def _able(kernel: str, first: Sequence[Tensor]) -> bool:
@@ -119,13 +136,11 @@ def _table(columns: list[list[Tensor]], device: torch.device) -> Tensor:
     return _held([word for row in rows for word in (*(x.data_ptr() for x in row), row[0].numel())], device)
 
 
-def _places(sizes: list[int], device: torch.device) -> Tensor:
-    """int64[programs]: which block of which leaf a program works on."""
-    from fmegatron.kernels.adam import BLOCK
-
-    key = tuple(sizes), device
+def _places(sizes: list[int], device: torch.device, size: int) -> Tensor:
+    """int64[programs]: which block, of `size` elements, of which leaf a program works on."""
+    key = tuple(sizes), device, size
     if key not in _blocks:
-        blocks = torch.tensor([-(-n // BLOCK) for n in sizes])
+        blocks = torch.tensor([-(-n // size) for n in sizes])
         leaf = torch.repeat_interleave(torch.arange(len(sizes)), blocks)
         first = torch.cumsum(blocks, 0) - blocks
         block = torch.arange(len(leaf)) - first[leaf]

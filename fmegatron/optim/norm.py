@@ -13,6 +13,7 @@ from fmegatron import tree
 from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
 from fmegatron.optim import leaves
+from fmegatron.optim.fused import squares_pass
 from fmegatron.optim.leaves import local_of, no_grad
 from fmegatron.recording import note_collective
 from fmegatron.simulation import is_local, lift, simulating
@@ -52,7 +53,10 @@ def square_of(group: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The sum of squares of tensors of one dtype on one device."""
     if leaves.plain_only():
         return torch.stack([x.to(dtype).square().sum() for x in group]).sum()
-    return torch.stack(torch._foreach_norm([run for x in group for run in _runs(x)], 2, dtype)).square().sum()
+    sums, left = squares_pass(group)
+    if left:
+        sums.append(torch.stack(torch._foreach_norm([run for x in left for run in _runs(x)], 2, dtype)).square().sum())
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def _runs(x: Tensor) -> Sequence[Tensor]:

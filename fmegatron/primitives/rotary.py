@@ -388,8 +388,9 @@ class _SplitAndTurn(Function):
     def backward(ctx: Any, *gs: torch.Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         if graph_wanted():
-            q, k = apply_rotary_both(*gs[:2], cos, -sin, interleaved=ctx.interleaved, kernel="torch")
-            return torch.cat([q, k.unsqueeze(3), gs[2].unsqueeze(3)], 3), None, None, None
+            q, k, v = gs
+            q, k = apply_rotary_both(q, k, cos, -sin, interleaved=ctx.interleaved, kernel="torch")
+            return torch.cat([q, k.unsqueeze(3), v.unsqueeze(3)], 3), None, None, None
         return _turned_back(*gs, cos, sin, ctx.interleaved), None, None, None
 
 
