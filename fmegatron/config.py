@@ -218,8 +218,8 @@ class PrecisionConfig:
     master: Dtype | None = None
     """Format of the optimizer's own copy of the parameters; None: float32 where the parameters are narrower and are not
     rounded stochastically, else no copy. The parameters' own format: no copy."""
-    moments: Literal["float64", "float32", "bfloat16"] | None = None
-    """Format of the optimizer's moments; None: float32, or wider parameters' own."""
+    moments: Literal["float64", "float32", "bfloat16", "float8"] | None = None
+    """Format of the optimizer's moments; None: float32, or wider parameters' own. float8, of adamw and adam: a byte each."""
     stochastic_rounding: bool = False
     """Round what the optimizer writes in bfloat16 (parameters, moments) up or down by chance, in place of a copy."""
     loss_scale: float | Literal["dynamic"] | None = None

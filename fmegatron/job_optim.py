@@ -12,7 +12,8 @@ from fmegatron.errors import UserError
 from fmegatron.loss_scale import LossScaling, dynamic_loss_scale, static_loss_scale
 from fmegatron.offload import offloaded
 from fmegatron.optim import Optimizer
-from fmegatron.precision import Precision, dtype_name, dtype_of
+from fmegatron.optim.moments import moments_of
+from fmegatron.precision import Precision, dtype_name
 
 MUON_LR = 0.02
 DIMS = "dims:"  # begins a pattern over dims, not paths
@@ -109,7 +110,7 @@ def _update(config: TrainConfig, whole: Any, held: Callable[[Any], Any]) -> Opti
     common: dict[str, Any] = {"weight_decay": held(_decays(o, whole)), "lr_scale": scale}
     spec = held(whole)
     if config.precision.moments is not None:
-        common["moments"] = dtype_of(config.precision.moments)
+        common["moments"] = moments_of(config.precision.moments)
     adam: dict[str, Any] = {"betas": (o.beta1, o.beta2), "eps": o.eps}
     if o.name in ADAMS:
         return ADAMS[o.name](rate, clip=o.clip or None, **adam, **common)

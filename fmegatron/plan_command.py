@@ -65,7 +65,7 @@ class PlanConfig:
     """Format in which gradients are summed."""
     wire: Literal["bfloat16"] | None = None
     """Format in which gradients travel between ranks, as train's --precision.wire; None: that of their sums."""
-    moments: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["float32", "bfloat16", "float8"] = "float32"
     """Format of the optimizer's moments."""
     offload_optimizer: bool = False
     """The optimizer's state in host memory."""
@@ -82,6 +82,7 @@ def run(config: PlanConfig) -> int:
     from fmegatron.fp8 import Fp8
     from fmegatron.job_model import model_config, model_name
     from fmegatron.models import Decoder
+    from fmegatron.optim.moments import moments_of
     from fmegatron.plan import Cluster, Model, Setting, estimate, hardware, plan, report
     from fmegatron.precision import Precision
     from fmegatron.testing.layout import Layout
@@ -104,7 +105,7 @@ def run(config: PlanConfig) -> int:
     grads = torch.float32 if config.grads == "float32" or half == torch.float32 else torch.bfloat16
     wire = None if config.wire is None else torch.bfloat16
     precision = Precision(params=half, reduce=None if grads == torch.float32 else grads, fp8=fp8, wire=wire)
-    moments = torch.float32 if config.moments == "float32" else torch.bfloat16
+    moments = moments_of(config.moments)
     master = None if half == torch.float32 else torch.float32
     flags = model_flags(config, model_name(train))
     if config.layout is not None and config.mesh is not None:

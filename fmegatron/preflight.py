@@ -56,6 +56,10 @@ def check_optimizer(config: TrainConfig) -> None:
             raise UserError(
                 f"--optim.{name} is for --optim.{setting} {' or '.join(allowed)}, but that is {value}: leave it out"
             )
+    if config.precision.moments == "float8" and o.name not in ("adamw", "adam"):
+        raise UserError(
+            f"--precision.moments float8 is for --optim.name adamw or adam, but that is {o.name}: use bfloat16"
+        )
     if o.nesterov and o.momentum == 0:
         raise UserError("--optim.nesterov needs an --optim.momentum above 0: leave one of them out")
     if o.min_lr > o.lr:

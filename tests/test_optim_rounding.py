@@ -24,6 +24,7 @@ from fmegatron.optim import (
     with_master,
     with_stochastic_rounding,
 )
+from fmegatron.optim.moments import FLOAT8
 from fmegatron.optim.rounding import stochastic
 from fmegatron.simulation import simulate
 from tests.optim_trees import Count, cloned, made, ours, placed, same, same_on_ranks, simulated_mesh
@@ -123,7 +124,7 @@ MAKES = {
     "chain": lambda: chain(clip_by_global_norm(1.0), adamw(1e-3), ema(0.9)),
     "partition": lambda: partition(
         lambda p: tree.tree_map(lambda x: "muon" if x.ndim == 2 else "rest", p),
-        {"muon": muon(1e-3, moments=torch.bfloat16), "rest": adamw(1e-3)},
+        {"muon": muon(1e-3, moments=torch.bfloat16), "rest": adamw(1e-3, moments=FLOAT8)},
     ),
 }
 each_make = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)

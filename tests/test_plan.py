@@ -19,6 +19,7 @@ from fmegatron.errors import UserError
 from fmegatron.fp8 import Fp8
 from fmegatron.grad import to_local
 from fmegatron.models import PRESETS, Decoder, DecoderConfig, MoE
+from fmegatron.optim.moments import FLOAT8
 from fmegatron.parallel.routing import Routing
 from fmegatron.parallel.schedule_simulation import Costs, simulate
 from fmegatron.parallel.schedules import make_schedule
@@ -224,18 +225,19 @@ def _by_kind(found):
 def test_what_rests_is_what_a_rank_holds(line):
     """Of rank 0 of ranks that are not there: its tensors are real."""
     layout = Layout.parse(f"{line} micro=2")
-    s = Setting(layout, 8, S, BF16, moments=torch.bfloat16, master=torch.float32)
+    moments = FLOAT8 if layout.zero == 3 else torch.bfloat16
+    s = Setting(layout, 8, S, BF16, moments=moments, master=torch.float32)
     found = memory(Model(Decoder(CONFIG)), s)
     program = Program(Decoder(CONFIG))
     with one_rank_of(4):
         sh = program.sharding(layout, BF16)
         spec = program.spec()
         params = init(spec, key(0), sh=sh)
-        made = optim.with_master(optim.adamw(1e-3, moments=torch.bfloat16), torch.float32)
+        made = optim.with_master(optim.adamw(1e-3, moments=moments), torch.float32)
         state = with_sharded_state(made, spec, sh).init(params)
         held = local_bytes(params)
-        floats = [t for t in leaves(state) if tree.is_float(t)]
-        narrow, wide = (local_bytes([t for t in floats if t.dtype == d]) for d in (torch.bfloat16, torch.float32))
+        kept = [t for t in leaves(state) if tree.is_tensor(t)]
+        narrow, wide = (local_bytes([t for t in kept if (t.dtype == torch.float32) == w]) for w in (False, True))
     assert found.parameters == pytest.approx(held, rel=0.01)
     assert found.moments == pytest.approx(narrow, rel=0.01)
     assert found.master == pytest.approx(wide, rel=0.01)

@@ -75,7 +75,13 @@ RESUMED: dict[str, tuple[str, ...]] = {
     "fixed loss scale": (*FLOAT16[:1], "precision.loss-scale=512", "optim.name=muon"),
     "losses": ("loss.label-smoothing=0.1", "loss.z-loss=1e-3"),
     "remat": ("remat=attention,gate,up",),
-    "in host memory": (*BFLOAT16, "offload-optimizer", "remat=attention:host,gate,up:host", "optim.ema=0.9"),
+    "in host memory": (
+        *BFLOAT16,
+        "offload-optimizer",
+        "remat=attention:host,gate,up:host",
+        "optim.ema=0.9",
+        "precision.moments=float8",
+    ),
 }
 # parts of these are in the others
 SLOW = ("adam", "wsd", "inverse_sqrt", "moments", "rounded moments under master copies", "losses", "remat")
@@ -510,6 +516,10 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "a wide wire": (
         ("precision.wire=float64",),
         "--precision.wire float64: wire=float64 does not fit into reduce=float32",
+    ),
+    "bytes for one moment": (
+        ("precision.moments=float8", "optim.name=lion"),
+        "--precision.moments float8 is for --optim.name adamw or adam, but that is lion",
     ),
     "rounding of float32": (("precision.stochastic-rounding",), "--precision.stochastic-rounding rounds to bfloat16"),
     "rounding and copies": (

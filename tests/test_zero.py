@@ -34,6 +34,7 @@ from fmegatron.optim import (
     with_master,
     with_stochastic_rounding,
 )
+from fmegatron.optim.moments import FLOAT8
 from fmegatron.parallel.legality import check_layout
 from fmegatron.parallel.stack import stack
 from fmegatron.precision import Precision
@@ -79,6 +80,10 @@ OPTIMIZERS = {
     "adafactor": lambda: chain(clip_by_global_norm(0.1), adafactor(spec=SPEC, beta1=0.9)),
     "sgd": lambda: sgd(1.0, momentum=0.5),
     "master": lambda: with_master(chain(clip_by_global_norm(0.1), adamw(1e-2)), torch.float64),
+    "bytes": lambda: chain(
+        clip_by_global_norm(0.1),
+        partition(muon_labels(SPEC), {"muon": adamw(1e-2, moments=FLOAT8), "adamw": adamw(1e-2)}),
+    ),
     "rounding": lambda: with_stochastic_rounding(adamw(1e-2), key(5)),
 }
 
@@ -328,7 +333,7 @@ def test_with_zero_2_gradients_are_never_whole():
 def one_more(layout, folder, load):
     """(loss, norm) of one more step, whose state goes to the next layout by a checkpoint."""
     sh = sharding(layout)
-    state, step = started(sh)
+    state, step = started(sh, "bytes")
     state, [(loss, norm)] = run(sh, checkpoint.load(folder, state) if load else state, step, 1)
     if layout is not None:
         checkpoint.save(folder, state, step=state.step)
@@ -343,9 +348,10 @@ def one_more(layout, folder, load):
     ],
 )
 def test_a_run_goes_on_under_another_stage_and_mesh(tmp_path, layouts):
-    """From stage to stage, and in the end on one device, with the losses and norms of one that was never stopped."""
+    """From stage to stage, and in the end on one device, with the losses and norms of one that was never stopped. Some moments
+    are in float64, some in bytes."""
     sh = sharding(None)
-    _, want = run(sh, *started(sh), steps=len(layouts) + 1)
+    _, want = run(sh, *started(sh, "bytes"), steps=len(layouts) + 1)
     found = [processes(4).run(one_more, layout, str(tmp_path), n > 0) for n, layout in enumerate(layouts)]
     found.append([one_more(None, str(tmp_path), True)])
     for ranks, pair in zip(found, want, strict=True):

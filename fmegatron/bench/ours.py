@@ -18,7 +18,8 @@ from fmegatron.fp8 import Fp8, scaling
 from fmegatron.graphs import cuda_graph
 from fmegatron.mesh import make_mesh
 from fmegatron.models import Decoder
-from fmegatron.precision import Precision, dtype_name
+from fmegatron.optim.moments import moments_name
+from fmegatron.precision import Precision
 from fmegatron.random import fold_in, key, randint
 from fmegatron.rules import standard_rules
 from fmegatron.sharding import Sharding
@@ -64,7 +65,7 @@ class Shared:
         chained = optim.adamw(**ADAMW, mask=optim.decay_mask(self.spec), moments=moments, clip=CLIP)
         narrow = precision.params.itemsize < 4
         self.optimizer = optim.with_master(chained) if narrow and master else chained
-        self.note = f"clipping and AdamW, {dtype_name(moments)} moments"
+        self.note = f"clipping and AdamW, {moments_name(moments)} moments"
         if narrow:
             self.note += ", float32 master copy" if master else ", no master copy"
         self.state: TrainState | None = None

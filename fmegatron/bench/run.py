@@ -22,6 +22,7 @@ from fmegatron.bench.timing import Contender, Phase, first, norm_of, peak_of, ta
 from fmegatron.bench.works import Work, stated_peak, work_of
 from fmegatron.errors import UserError
 from fmegatron.job_model import remat_policy
+from fmegatron.optim.moments import moments_of
 from fmegatron.precision import dtype_name, dtype_of
 from fmegatron.report import measure_matmul_flops
 
@@ -127,7 +128,7 @@ def _measured(
     grads = None if config.grads is None else dtype_of(config.grads)
     policy = ours.precision_of(precision, grads)
     batch = ours.tokens_of(work, config.seed, device)
-    moments = dtype_of(config.moments)
+    moments = moments_of(config.moments)
     shared = ours.Shared(work, policy, config.seed, device, moments=moments, master=config.master)
     save = remat_policy(cast(Any, config), work.config)
     found = ours.contenders(work, policy, shared, batch, modes=modes, meshes=meshes, save=save)

@@ -50,7 +50,7 @@ class BenchConfig:
     `train`; Megatron's always are."""
     remat: str = "everything"
     """What our layers keep for the backward pass, as for `train`: everything, nothing, or names of computations."""
-    moments: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["float32", "bfloat16", "float8"] = "float32"
     """Format of our optimizer's moments."""
     master: bool = True
     """Whether our optimizer keeps a float32 copy of narrower parameters, as peers do."""

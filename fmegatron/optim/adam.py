@@ -16,7 +16,7 @@ from fmegatron.optim.clip import clip_factor
 from fmegatron.optim.core import Optimizer, Rate, check_fractions, check_not_negative, check_rate, rate_at
 from fmegatron.optim.fused import adam_pass, check_kernel
 from fmegatron.optim.leaves import widened, zeros_of
-from fmegatron.optim.moments import Moments, moment_dtypes
+from fmegatron.optim.moments import FLOAT8, Bytes, Moments, moment_dtypes
 from fmegatron.optim.norm import global_norm
 from fmegatron.optim.per_leaf import Mask, Setting, Values, check_values, settings_of
 
@@ -40,7 +40,7 @@ def adamw(
     mask: where decay applies: a tree of bools like the parameters, or a function params -> tree. None: everywhere.
     lr_scale: multipliers of the rate: a number, or a tree of numbers (`per_leaf`). None: 1.
     moments: dtype of the two moments, or a pair of dtypes (mean, mean square); None: float64 for float64 parameters,
-        else float32.
+        else float32. torch.float8_e4m3fn: both in a byte each, 2 bytes a parameter (see `fmegatron.optim.moments`).
     clip: the largest global norm of the gradients, as `clip_by_global_norm` in front has it, but without a pass of its
         own over the gradients: they are multiplied as they are read, and come back as they were. None: no clipping.
     kernel: "auto": on a GPU with triton one pass of a single kernel over gradients, moments, parameters and the copies
@@ -88,13 +88,15 @@ def _adam(
     check_not_negative(name, eps=eps)
     check_values(name, weight_decay=weight_decay, lr_scale=lr_scale)
     check_fractions(name, betas=betas)
-    dtypes = moment_dtypes(name, moments)
+    dtypes = moment_dtypes(name, moments, float8=True)
+    in_bytes = dtypes[0] == FLOAT8
     if clip is not None and not clip > 0:
         raise UserError(f"{name} needs a clip above 0, or None, but got clip={clip}")
     check_kernel(name, kernel)
 
     def init(params: Any) -> dict[str, Any]:
-        m, v = (tree.tree_map(lambda p, d=d: zeros_of(p, d), params) for d in dtypes)
+        held = (torch.uint8,) * 2 if in_bytes else dtypes
+        m, v = (tree.tree_map(lambda p, d=d: zeros_of(p, d), params) for d in held)
         return {"count": 0, "m": m, "v": v}
 
     def update(
@@ -113,11 +115,14 @@ def _adam(
         if clip is not None:
             scale = clip_factor(global_norm(grads) if grad_norm is None else grad_norm, clip)
         trees = {"params": params, "grads": grads, "m": state["m"], "v": state["v"]}
+        coded = Bytes.of_step(before) if in_bytes else None
         constants: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": eps}
 
         def plain(own: Setting, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
             lr = rate * own.scale
-            return _plain(p, g, m, v, step=step, lr=lr, weight_decay=own.decay, decoupled=decoupled, **constants)
+            m, v = (m, v) if coded is None else coded.decoded(m, v)
+            p, m, v = _plain(p, g, m, v, step=step, lr=lr, weight_decay=own.decay, decoupled=decoupled, **constants)
+            return p, *((m, v) if coded is None else coded.encoded(m, v))
 
         def fused(own: Setting, p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]) -> None:
             run = torch._fused_adamw_ if decoupled else torch._fused_adam_
@@ -149,7 +154,7 @@ def _adam(
 
         settings = settings_of(params, lr_scale, weight_decay, mask)
         options: dict[str, Any] = {"rounding": rounding, "scale": scale, "copies": copies, "one_pass": one_pass}
-        new = apply(trees, settings, plain, fused, donate, written=("params", "m", "v"), **options)
+        new = apply(trees, settings, plain, fused, donate, written=("params", "m", "v"), coded=coded, **options)
         return new["params"], grads, {**state, "count": step, "m": new["m"], "v": new["v"]}
 
     return Optimizer(init, update, name, lr, rounds=True, casts=True)

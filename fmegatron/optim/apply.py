@@ -18,6 +18,7 @@ from fmegatron import tree
 from fmegatron.errors import UserError
 from fmegatron.optim import leaves
 from fmegatron.optim.leaves import buffer_of, grouped, holder_of, layout_of
+from fmegatron.optim.moments import Bytes
 from fmegatron.optim.rounding import Rounding
 from fmegatron.simulation import is_local
 
@@ -123,6 +124,7 @@ def apply(
     scale: Tensor | None = None,
     copies: Any = None,
     one_pass: OnePass | None = None,
+    coded: Bytes | None = None,
 ) -> dict[str, Any]:
     """Run an update over the leaves that have a gradient: {name: new tree} of the trees in `written`.
 
@@ -134,6 +136,7 @@ def apply(
     scale: a 0-d tensor by which gradients are multiplied as they are read; they themselves stay.
     copies: a tree like the parameters, of buffers to which the new ones are written too, in their dtypes, or None.
     one_pass: a kernel that does all of it for the rows that it can take, and gives those that it cannot.
+    coded: how moments in bytes are read and written; the kernel gets floats, `plain` bytes.
     """
     with leaves.no_grad():
         work = opened(trees, written, donate, rounding)
@@ -159,7 +162,7 @@ def apply(
             copied = None if targets[members[0]] is None else [targets[i] for i in members]
             left = members if one_pass is None else one_pass(work, setting, members, copied, scale)
             if left:
-                _run(work, setting, left, plain, kernel, temporaries, half, scale)
+                _run(work, setting, left, plain, kernel, temporaries, half, scale, coded)
                 if copied:
                     torch._foreach_copy_([targets[i] for i in left], [work.local["params"][i] for i in left])
         return work.trees(trees)
@@ -174,6 +177,7 @@ def _run(
     temporaries: bool,
     half: tuple[str, ...],
     scale: Tensor | None,
+    coded: Bytes | None,
 ) -> None:
     """Overwrite one group, whose rows are alike in devices, dtypes and contiguity."""
     scale = _factor(scale, work.local["grads"][members[0]])
@@ -196,9 +200,14 @@ def _run(
     # the kernels take one dtype, not all of them a narrow one, and read strided tensors wrongly on CPU: convert a bounded piece at a time
     dtype = leaves.wide(*first)
     for piece, spans in pieces(lists, members, scale):
-        ready = _scaled([_converted(column, dtype) for column in piece], scale)
+        read = piece if coded is None else coded.opened(piece, names)
+        ready = _scaled([_converted(column, dtype) for column in read], scale)
         kernel(setting, *ready)
+        if coded is not None:
+            coded.close(piece, names, ready)
         for n, column, source in zip(names, piece, ready, strict=True):
+            if coded is not None and n in coded.columns:
+                continue
             if n in rounded:
                 for (i, start), target, value in zip(spans, column, source, strict=True):
                     work.store(n, i, value, target, start)

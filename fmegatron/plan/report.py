@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fmegatron.axes import PIPELINE
+from fmegatron.optim.moments import moments_name
 from fmegatron.plan.communication import entries
 from fmegatron.plan.memory import memory
 from fmegatron.plan.rank import Model, Setting, size, virtual_of
@@ -168,7 +169,7 @@ def command(setting: Setting, model: Sequence[str]) -> str:
         words.append("--precision.compute float32")
     words += [f"--precision.reduce {dtype_name(p.reduce)}"] if p.reduce is not None else []
     words += [f"--precision.wire {dtype_name(p.wire)}"] if p.wire is not None else []
-    words += [f"--precision.moments {dtype_name(setting.moments)}"] if setting.moments.itemsize != 4 else []
+    words += [f"--precision.moments {moments_name(setting.moments)}"] if setting.moments.itemsize != 4 else []
     if setting.master is None and p.params.itemsize < 4:
         words.append(f"--precision.master {dtype_name(p.params)}")
     words += [f"--fp8 {p.fp8.recipe}"] if p.fp8 is not None else []
