@@ -63,6 +63,7 @@ from fmegatron.spec import count, local_bytes
 from fmegatron.step import NonFiniteError, TrainState, evaluate
 
 T = TypeVar("T")
+Load = tuple[list[int], torch.Tensor]  # layers, and how many tokens each expert of each got: [layer route]
 SAMPLE_PROMPT = "def "  # for the built-in corpus
 SAMPLE_TOKENS = 80
 SAMPLE_BYTES = 1 << 31  # parameters up to this size are brought together on the first rank for a sample
@@ -406,7 +407,7 @@ class Loop:
         self.batches = job.Batches(config, run.setup, sizes=sizes)
         self.ahead = Prefetched(lambda n: self.batches.train(train, n), run.setup.device, last=config.steps)
         # the last step, whose row is to come, and the load of its experts if that is to be written
-        self.untold: tuple[int, Callable[[], dict[str, Any]], torch.Tensor | None] | None = None
+        self.untold: tuple[int, Callable[[], dict[str, Any]], Load | None] | None = None
         self.told = time.perf_counter()  # when the row before came
         plain = dataclasses.replace(
             run.model,
@@ -458,7 +459,8 @@ class Loop:
         metrics |= load_metrics(stats, self.run.model.config) | mtp.metrics(stats, self.run.model.config)
         if self.config.record_routing is not None:
             self.record_routing(state.step, stats["routing"])
-        load = stats["load"] if self.run.model.config.moe and _due(state.step, self.config.log.load) else None
+        due = self.run.model.config.moe and _due(state.step, self.config.log.load)
+        load = mtp.loads(stats, self.run.model.config) if due else None
         before, self.untold = self.untold, (state.step, fetched(metrics), load)
         self.ahead.begin(state.step)
         if not self.run.late:
@@ -481,7 +483,7 @@ class Loop:
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_record(self.config.record_routing, step, whole, moe.routing.experts)
 
-    def tell(self, step: int, read: Callable[[], dict[str, Any]], load: torch.Tensor | None = None) -> None:
+    def tell(self, step: int, read: Callable[[], dict[str, Any]], load: Load | None = None) -> None:
         """The row of a step. ms: the time since the row before, which is that of a step when one follows the other.
         Raises NonFiniteError where the step itself has left that to us."""
         metrics = read()
@@ -492,9 +494,9 @@ class Loop:
                 if not math.isfinite(metrics[name]):
                     raise NonFiniteError(step, what)
         self.report.step(step, loss=metrics.pop("loss"), tokens=metrics.pop("tokens"), ms=ms, **metrics)
-        sizes = self.run.model.config
-        if load is not None and sizes.moe is not None:
-            self.report.load(step, dict(zip(sizes.moe.layers(sizes.layers), load.long().tolist(), strict=True)))
+        if load is not None:
+            layers, tokens = load
+            self.report.load(step, dict(zip(layers, tokens.long().tolist(), strict=True)))
 
     def check_replicas(self, state: TrainState) -> None:
         """Raises ReplicaError, on all ranks, where replicas differ; the row of the step is written before."""

@@ -206,6 +206,16 @@ def updated(params: Mapping[str, Any], stats: Mapping[str, Any], spec: Any, conf
     return {**params, ENTRY: {i + first: p for i, p in moved.items()}}
 
 
+def loads(stats: Mapping[str, Any], config: DecoderConfig) -> tuple[list[int], Tensor]:
+    """Of a step's statistics, (the layers with experts, load[layer route]): how many tokens each expert of each got, those of the
+    modules too, whose indices are those behind the layers'."""
+    assert config.moe is not None
+    layers, load = list(config.moe.layers(config.layers)), stats["load"]
+    if own_experts(config) is None or ENTRY not in stats:
+        return layers, load
+    return layers + [config.layers + depth for depth in range(config.mtp)], torch.cat([load, stats[ENTRY]["load"]])
+
+
 def metrics(stats: Mapping[str, Any] | None, config: DecoderConfig) -> dict[str, Tensor]:
     """Of a step's statistics, what a run writes of the modules' experts, as `fmegatron.models.moe.load_metrics` does of the
     layers': their indices are those behind the layers'."""

@@ -175,8 +175,8 @@ def rows_of(out, name="metrics.jsonl"):
 def test_a_run_replays_another_and_writes_its_load(tmp_path):
     """The second run's own choice would be another one: its experts are forced in turn."""
     data, moe = write_corpus(tmp_path / "text.jsonl"), {"moe_experts": 4, "moe_capacity": 1.0, "steps": 3}
-    moe |= {"moe_switch_loss": 0.1, "log_load": 2, "moe_z_loss": 0.01}
-    record = tmp_path / "choices"
+    moe |= {"moe_switch_loss": 0.1, "log_load": 2, "moe_z_loss": 0.01, "mtp": 1}  # its module is layer 2
+    record, length = tmp_path / "choices", 16
     assert go(flags(data, tmp_path / "a", "--record-routing", record, batch_microbatches=2, **moe)) == 0
     again = flags(data, tmp_path / "b", "--replay-routing", record, moe_force="balanced", **moe)
     assert go(again) == 0 and go(flags(data, tmp_path / "c", moe_force="balanced", **moe)) == 0
@@ -186,10 +186,13 @@ def test_a_run_replays_another_and_writes_its_load(tmp_path):
         for layer in (0, 1):
             assert one[f"max_load.{layer}"] == other[f"max_load.{layer}"] > 1 == alone[f"max_load.{layer}"]
             assert one[f"dropped.{layer}"] == other[f"dropped.{layer}"] > 0
-        assert sum(one[f"balance.{i}"] for i in (0, 1)) == pytest.approx(one["balance"], rel=1e-5)
-        assert sum(one[f"router_z.{i}"] for i in (0, 1)) == pytest.approx(one["router_z"], rel=1e-5)
+        for name in ("balance", "router_z"):  # the module does not see the last token
+            each = [one[f"{name}.{i}"] * n / length for i, n in enumerate((length, length, length - 1))]
+            assert sum(each) == pytest.approx(one[name], rel=1e-5)
     (row,) = rows_of(tmp_path / "a", "load.jsonl")
     chosen = np.load(record / "step_00000002.npy")
+    assert chosen.shape[1] == length
     chosen = np.where(chosen < 0, -1 - chosen, chosen)
-    counts = {str(i): np.bincount(chosen[:, :, i].ravel(), minlength=4).tolist() for i in (0, 1)}
+    counts = {str(i): np.bincount(chosen[:, :, i].ravel(), minlength=4)[:4].tolist() for i in range(3)}
     assert row == {"step": 2, "tokens": counts}
+    assert ">2</text>" in (tmp_path / "a" / "load.svg").read_text()
