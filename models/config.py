@@ -169,11 +169,6 @@ class DecoderConfig:
             raise UserError(f"mtp={self.mtp!r}, the number of prediction modules, must be an int of 0 or more")
         if not 0 <= self.mtp_weight < math.inf:
             raise UserError(f"mtp_weight={self.mtp_weight!r} must be a number of 0 or more")
-        if self.mtp and self.moe is not None and self.moe.routing.group != "sequence":
-            raise UserError(
-                f'mtp={self.mtp} with routing of group="{self.moe.routing.group}": the tokens of a prediction module are fewer than '
-                'those of the layers, and are counted by sequence: use group="sequence"'
-            )
         if self.norm == "layer" and (self.norm_zero_centred or self.norm_wide_weight):
             raise UserError('norm="layer" takes neither norm_zero_centred nor norm_wide_weight')
 

@@ -29,6 +29,7 @@ from fmegatron.models import mla, mtp
 from fmegatron.models.config import DecoderConfig
 from fmegatron.models.fused import SHARED, copied_qkv, own_rows
 from fmegatron.models.moe import (
+    COUNTS_OF_MODULES,
     add_records,
     expert_spec,
     first_records,
@@ -286,6 +287,7 @@ class Decoder:
             mine = mtp.layer_extras(mine, c, index)
         elif c.moe is not None:
             experts = mine.pop("expert_layers")
+            mine.pop(COUNTS_OF_MODULES, None)
             here = None if index in c.moe.dense_layers else c.moe.layers(c.layers).index(index)
             mine["expert_layer"] = None if here is None else experts[here]
             if "routing" in mine:
@@ -422,9 +424,16 @@ class Decoder:
         return self._losses(params, back(), x, batch, ctx)
 
     def routing_statistics(self, params: Mapping[str, Any], batch: Mapping[str, Tensor], ctx: Ctx) -> dict[str, Any]:
-        """The statistics of `loss` without what is behind the layers."""
-        ctx = self.context(batch, ctx)
-        return record_terms(self._stack(params["layers"], self.embed(params, batch, ctx), ctx))[1]
+        """The statistics of `loss`, without its heads; of prediction modules where they have experts and are read."""
+        ctx, c = self.context(batch, ctx), self.config
+        x = self._stack(params["layers"], self.embed(params, batch, ctx), ctx)
+        terms, stats = record_terms(x)
+        if not (c.mtp and c.mtp_weight) or mtp.own_experts(c) is None:
+            return stats
+        used, found = self._ahead(params, self._back, ctx)(), mtp.further(batch, c.mtp, ctx.sh)
+        h = self._norm(used, "norm", self._stream(x))
+        _, records = self._predicted(params[mtp.ENTRY], used, h, found, ctx)
+        return mtp.with_terms(terms, stats, *record_terms(records), found)[1]
 
     def weights(self, batch: Mapping[str, Tensor]) -> dict[str, Weight]:
         """By what each term is divided: the number of tokens that count."""

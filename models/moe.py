@@ -29,6 +29,8 @@ from fmegatron.sharding import Sharding
 from fmegatron.spec import Param
 
 OF_LAYERS = " of layers"  # behind the name of a loss: what each layer adds to it
+# of a context's extras: what prediction modules read as "routing_counts" (see `fmegatron.models.mtp`)
+COUNTS_OF_MODULES = "mtp_routing_counts"
 AMONG_EXPERTS = "batch' seq'"  # where the tokens are that an expert's leaves are applied to
 
 
@@ -217,7 +219,18 @@ def unread_counts(config: Any, *, device: Any = None) -> dict[str, Tensor]:
     if config.moe is None or not config.moe.counts:
         return {}
     sizes = len(config.moe.layers(config.layers)), config.moe.routing.experts
-    return {"routing_counts": torch.zeros(sizes, device=device)}
+    return counts_of({"by_score": torch.zeros(sizes, device=device)}, config)
+
+
+def counts_of(stats: Mapping[str, Any], config: Any) -> dict[str, Tensor]:
+    """Extras with the counts by score of statistics, those of the layers and those of prediction modules; zeros where statistics have
+    none of these."""
+    counts = stats["by_score"]
+    found = {"routing_counts": counts}
+    if config.mtp and config.has_experts(config.layers):
+        own = stats.get("mtp", {"by_score": counts.new_zeros(config.mtp, counts.shape[-1])})
+        found[COUNTS_OF_MODULES] = own["by_score"]
+    return found
 
 
 def running_counts(config: Any, *, device: Any = None) -> Any:
@@ -228,8 +241,7 @@ def running_counts(config: Any, *, device: Any = None) -> Any:
     def running(extras: Any, stats: Any) -> Any:
         if stats is None:
             return {**(extras or {}), **unread_counts(config, device=device)}
-        counts = stats["by_score"]
-        return {**extras, "routing_counts": extras["routing_counts"].to(counts) + counts}
+        return {**extras, **{n: extras[n].to(x) + x for n, x in counts_of(stats, config).items()}}
 
     return running
 

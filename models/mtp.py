@@ -30,7 +30,7 @@ from torch import Tensor
 from fmegatron.accumulate import EachRow, Term, Weight
 from fmegatron.context import PADDING, Ctx
 from fmegatron.models.config import DecoderConfig
-from fmegatron.models.moe import MoE, updated_biases
+from fmegatron.models.moe import COUNTS_OF_MODULES, MoE, load_metrics, updated_biases
 from fmegatron.sharding import Sharding
 
 IGNORE = -100  # the label of a token without a loss
@@ -137,7 +137,13 @@ def context(ctx: Ctx, config: DecoderConfig, found: list[Further]) -> Ctx:
     moe = own_experts(config)
     if config.moe is None or moe is None:
         return ctx
-    extras = {n: x for n, x in ctx.extras.items() if n not in ("routing", "expert_layers")}
+    extras = {
+        n: x
+        for n, x in ctx.extras.items()
+        if n not in ("routing", "expert_layers", "routing_counts", COUNTS_OF_MODULES)
+    }
+    if COUNTS_OF_MODULES in ctx.extras:
+        extras["routing_counts"] = ctx.extras[COUNTS_OF_MODULES]
     replayed, layers = ctx.extras.get("routing"), len(config.moe.layers(config.layers))
     if replayed is not None and replayed.shape[2] > layers:
         extras["routing"] = replayed[:, :, layers:]
@@ -219,8 +225,6 @@ def loads(stats: Mapping[str, Any], config: DecoderConfig) -> tuple[list[int], T
 def metrics(stats: Mapping[str, Any] | None, config: DecoderConfig) -> dict[str, Tensor]:
     """Of a step's statistics, what a run writes of the modules' experts, as `fmegatron.models.moe.load_metrics` does of the
     layers': their indices are those behind the layers'."""
-    from fmegatron.models.moe import load_metrics
-
     moe = own_experts(config)
     if moe is None or not stats or ENTRY not in stats:
         return {}

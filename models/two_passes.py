@@ -7,7 +7,8 @@ What a router needs of other sequences are its counts and choices, which have no
 the second has them as constants; value and gradients are those of one microbatch. For the switch loss alone, which needs
 the shares of the load of the whole batch, the first pass goes by microbatches too. A capacity, expert choice or Sinkhorn's
 algorithm over the batch decide layer by layer over all tokens: there the first pass is one microbatch, which without
-gradients holds one layer's activations, and the second replays what it chose.
+gradients holds one layer's activations, and the second replays what it chose. Prediction modules with experts are read in
+both passes, as layers are.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from fmegatron.accumulate import Term, cut_batch, summed, with_rows
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.grad import higher_order, to_local
-from fmegatron.models.moe import unread_counts
+from fmegatron.models.moe import counts_of, unread_counts
 from fmegatron.parallel.pipeline import Pipeline
 from fmegatron.parallel.routing_record import as_batch
-from fmegatron.tree import leaves, like
+from fmegatron.tree import add_trees, leaves, like
 
 
 def needs_two_passes(model: Any) -> bool:
@@ -62,7 +63,7 @@ def in_two_passes(model: Any, gradients: Callable[..., Any], *, microbatches: in
         else:
             stats = _statistics(first, to_local(params), batch, before, parts)
         if moe.counts:
-            extras = {**extras, "routing_counts": stats["by_score"]}
+            extras = {**extras, **counts_of(stats, model.config)}
         if whole:
             batch = {**batch, "routing": as_batch(stats["routing"], ctx.sh)}
         return gradients(params, batch, ctx.replace(extras=extras), loss_scale=loss_scale)
@@ -74,12 +75,12 @@ def in_two_passes(model: Any, gradients: Callable[..., Any], *, microbatches: in
 
 
 def _statistics(model: Any, params: Any, batch: Any, ctx: Ctx, microbatches: int) -> Mapping[str, Any]:
-    """What the routers of all layers count over the global batch, and choose in this rank's rows."""
+    """What the routers of all layers and prediction modules count over the global batch, and choose in this rank's rows."""
     total: Any = None
     with torch.no_grad():
         for part, inner in cut_batch(batch, with_rows(ctx, batch), microbatches):
             stats = model.routing_statistics(params, part, inner)
             rows = [summed(t.items, t.dims, ctx.sh) if isinstance(t, Term) else t.items for t in leaves(stats)]
             found = like(stats, rows)
-            total = found if total is None else {n: total[n] + x for n, x in found.items()}
+            total = add_trees(total, found)
     return total

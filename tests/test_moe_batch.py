@@ -25,15 +25,15 @@ F64 = torch.float64
 ROUTING = Routing(4, 2, normalised=True, switch_loss=0.5, group="batch")
 
 
-def model(routing=ROUTING, **changes):
+def model(routing=ROUTING, mtp=0, **changes):
     moe = MoE(routing, **{"mlp": 4, **changes})
-    return Decoder(DecoderConfig(vocab=24, embed=8, layers=2, heads=4, mlp=8, kv_heads=2, head=4, moe=moe))
+    return Decoder(DecoderConfig(vocab=24, embed=8, layers=2, heads=4, mlp=8, kv_heads=2, head=4, moe=moe, mtp=mtp))
 
 
 MODELS = {
     "switch loss": model(),
-    "biases": model(dataclasses.replace(ROUTING, scores="sigmoid", expert_bias=True)),
-    "capacity": model(dataclasses.replace(ROUTING, capacity=0.7), dense_layers=(0,)),
+    "biases": model(dataclasses.replace(ROUTING, scores="sigmoid", expert_bias=True), mtp=2),
+    "capacity": model(dataclasses.replace(ROUTING, capacity=0.7), dense_layers=(0,), mtp=1),
     "expert choice": model(dataclasses.replace(ROUTING, switch_loss=0.0, choose="expert_choice")),
 }
 LAYOUTS = [
@@ -150,7 +150,8 @@ def test_settings_that_do_not_fit_are_told_before_anything_is_made(settings, mes
 
 def test_a_run_in_two_passes_is_that_of_one_microbatch(tmp_path):
     data, losses = write_corpus(tmp_path / "text.jsonl"), []
-    moe = {"moe_experts": 4, "moe_group": "batch", "moe_switch_loss": 1.0, "moe_capacity": 1.0, "steps": 2}
+    moe = {"moe_experts": 4, "moe_group": "batch", "moe_switch_loss": 1.0, "moe_capacity": 1.0}
+    moe |= {"mtp": 1, "steps": 2}
     for out, more in (("a", {}), ("b", {"batch_microbatches": 4, "moe_two_passes": True})):
         assert go(flags(data, tmp_path / out, **moe, **more)) == 0
         rows = [json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()]

@@ -350,7 +350,6 @@ def test_sizes():
     [
         ({"mtp": -1}, "mtp=-1, the number of prediction modules, must be an int of 0 or more"),
         ({"mtp_weight": -0.1}, "mtp_weight=-0.1 must be a number of 0 or more"),
-        ({"moe": MoE(Routing(4, 2, group="batch"), 4)}, 'mtp=2 with routing of group="batch"'),
     ],
 )
 def test_what_means_nothing_is_refused(change, says):
