@@ -7,7 +7,7 @@ waits for the device once an exchange. It is linear; its transpose, and so its b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fmegatron.collectives import begin, end, ring_places
-from fmegatron.function import apply_function
+from fmegatron.function import apply_function, under_torch_func
 from fmegatron.interleave import pass_turn
 from fmegatron.mesh import Mesh
 from fmegatron.recording import note_collective
@@ -70,6 +70,22 @@ def exchange_several(xs: Sequence[Tensor], mesh: Mesh, axes: tuple[str, ...], sp
 
     Until they have come another program may compute (see `fmegatron.interleave`)."""
     return list(apply_function(_Exchange, mesh, mesh.sorted(mesh.live(axes)), splits, *xs))
+
+
+def exchange_beside(
+    xs: Sequence[Tensor],
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    splits: Splits,
+    work: Callable[[], None] | None,
+) -> list[Tensor]:
+    """The same, with `work` done while the rows are on their way, where they can be left alone for that; elsewhere it is not
+    called."""
+    if work is None or mesh.simulated or under_torch_func() or torch.compiler.is_compiling():
+        return exchange_several(xs, mesh, axes, splits)
+    way = UnderWay(xs, mesh, axes, splits)
+    work()
+    return way.finish()
 
 
 class UnderWay:

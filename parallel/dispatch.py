@@ -17,9 +17,9 @@ Backends, each the same function of the values:
 
 Rows and gathered tokens on their way leave time for another program, such as that of another microbatch (see `fmegatron.interleave`).
 
-Where ranks hold parts of the width of the same experts (`emlp`), each of them needs a row. All-to-all has two ways: the tokens
-of these ranks are gathered, and each sends the rows of all of them; or each sends the rows of its own tokens, and what has come
-is gathered among them (as in Megatron-LM), its results being summed on the way back. `_rows_first` says which.
+Where ranks hold parts of the width of the same experts (`emlp`), each of them needs a row. All-to-all and padded have two ways: the
+tokens of these ranks are gathered, and each sends the rows of all of them; or each sends the rows of its own tokens, and what has
+come is gathered among them (as in Megatron-LM), its results being summed on the way back. `_rows_first` says which.
 
 Where no axis holds experts they move nothing, and sizes stay on the device. Over several ranks the number of rows is
 read by the host once a layer (torch's all-to-all and any buffer of the right size want it).
@@ -43,8 +43,8 @@ from torch import Tensor
 from fmegatron.checking import Noted
 from fmegatron.collectives import Move, Step
 from fmegatron.errors import UserError
-from fmegatron.exchange import Splits, UnderWay, exchange_counts, exchange_rows, exchange_several
-from fmegatron.function import apply_function, under_torch_func
+from fmegatron.exchange import Splits, exchange_beside, exchange_counts, exchange_rows, exchange_several
+from fmegatron.function import apply_function
 from fmegatron.kernels.moe import gather_rows, sort_by_expert, sum_choices
 from fmegatron.layout import apart_among_experts, axes_of
 from fmegatron.parallel.padded import by_places
@@ -84,7 +84,10 @@ def dispatched(
             'dispatch="padded" fills experts up to their capacity: give routing a capacity, or another dispatch'
         )
     whole, chosen, weights = backend in ("dense", "all-gather"), routed.experts, routed.weights
-    rows_first = backend == "all-to-all" and _rows_first(sh, chosen.shape[-1])
+    each: float = chosen.shape[-1]  # rows of a token
+    if backend == PADDED and routed.places is not None:
+        each = routed.places * number / math.prod(chosen.shape[:2])
+    rows_first = not whole and _rows_first(sh, each)
     tokens = "batch seq*" if rows_first else "batch' seq'" if whole else "batch'' seq''"
     partial = "expert emlp" if whole else "expert' emlp"
     # gathered tokens, as rows, leave time for another program; what goes along with them is on its way before
@@ -96,15 +99,16 @@ def dispatched(
     ranks = _Ranks.of(sh, whole, number, rows_first=rows_first)
     apply: Callable[..., Tensor] = _densely if backend == "dense" else _by_rows
     added: list[Tensor] = []
+    early = None if beside is None else lambda: added.append(beside())
     if backend == "all-to-all":
-        apply = functools.partial(_by_rows, early=None if beside is None else lambda: added.append(beside()))
+        apply = functools.partial(_by_rows, early=early)
 
     # what a rank's choices are at most, times the ranks whose tokens were gathered
     bound = None if routed.bound is None else routed.bound * (chosen.numel() // routed.experts.numel())
     if backend == PADDED:
         assert routed.places is not None
         places = min(routed.places * (chosen.numel() // routed.experts.numel()), math.prod(chosen.shape[:2]))
-        apply = functools.partial(_padded, places=places)
+        apply = functools.partial(_padded, places=places, early=early)
 
     def local(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         def run(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -128,8 +132,10 @@ def dispatched(
     return y + (added[0] if added else beside())
 
 
-def _rows_first(sh: Any, choices: int) -> bool:
+def _rows_first(sh: Any, choices: float) -> bool:
     """Do rows go to their experts before they are gathered over the ranks that hold parts of these?
+
+    choices: rows of a token, which of padded experts are those of all places, filled or not.
 
     Of one token, in units of its row, with k choices, ep ranks of experts and etp that hold parts of each, rows first take
     k (ep - 1) / ep over ep and k (etp - 1) over etp, each way; tokens first take etp times the former, and etp - 1. So rows first
@@ -268,7 +274,7 @@ def _by_rows(
 ) -> Tensor:
     """x[token embed], chosen and weights[token choice] -> [token embed], by rows in the order of their experts.
 
-    early: called while rows are on their way, where they can be left alone for that.
+    early: called while rows are on their way, where they can be left alone for that (`exchange_beside`).
     """
     choices, none, keys = chosen.shape[1], ranks.travelling * ranks.each, ranks.key(chosen)
     order, inverse, ends = sort_by_expert(keys.flatten(), none)
@@ -294,12 +300,7 @@ def _by_rows(
         mesh, n, among = ranks.sh.mesh, ranks.sh.mesh.size(ranks.parts), splits
         if ranks.parts:
             coming, among = exchange_counts(coming.flatten().expand(n, -1), mesh, ranks.parts)
-        if early is None or mesh.simulated or under_torch_func() or torch.compiler.is_compiling():
-            came = exchange_several([taken, scales], mesh, ranks.travelled, splits)
-        else:
-            way = UnderWay([taken, scales], mesh, ranks.travelled, splits)
-            early()
-            came = way.finish()
+        came = exchange_beside([taken, scales], mesh, ranks.travelled, splits, early)
         if ranks.parts:
             copies = ranks.copies(splits, device=x.device)
             came = exchange_several([gather_rows(t, *copies, n) for t in came], mesh, ranks.parts, among)
@@ -313,9 +314,17 @@ def _by_rows(
 
 
 def _padded(
-    experts: Any, x: Tensor, chosen: Tensor, weights: Tensor, bound: int | None, ranks: _Ranks, *, places: int
+    experts: Any,
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    bound: int | None,
+    ranks: _Ranks,
+    *,
+    places: int,
+    early: Callable[[], None] | None,
 ) -> Tensor:
-    return by_places(experts, x, chosen, weights, places, ranks)
+    return by_places(experts, x, chosen, weights, places, ranks, early=early)
 
 
 def _densely(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fmegatron.exchange import Splits, exchange_several
+from fmegatron.exchange import Splits, exchange_beside, exchange_several
 from fmegatron.function import apply_function
 from fmegatron.kernels.moe import gather_rows, sort_by_expert, sum_choices
 from fmegatron.tape import Tape
@@ -30,12 +30,14 @@ def by_places(
     weights: Tensor,
     places: int,
     ranks: Any,
+    *,
+    early: Callable[[], None] | None = None,
 ) -> Tensor:
     """x[token embed], chosen and weights[token choice] -> [token embed].
 
     experts(rows[row embed], weights[row], ends[expert]): rows are `places` for each expert and each rank from which they come.
     places: how many choices of these tokens an expert gets at most. ranks: who holds which experts (see
-        `fmegatron.parallel.dispatch`).
+        `fmegatron.parallel.dispatch`). early: called while rows are on their way, where they can be left alone for that.
     """
     choices, served = chosen.shape[1], ranks.travelling * ranks.each
     keys = ranks.key(chosen).flatten()
@@ -48,14 +50,21 @@ def by_places(
     slot = slot.masked_fill(slot == total, -1).to(torch.int32)
     taken = gather_rows(x, order, slot, choices)
     scales = gather_rows(weights.reshape(-1, 1), order, slot, 1)
+    mesh, sharing = ranks.sh.mesh, ranks.sh.mesh.size(ranks.parts) if ranks.parts else 1
     if ranks.travelled:
-        mesh, sizes = ranks.sh.mesh, (ranks.each * places,) * ranks.travelling
-        splits = Splits(*(((sizes,) * (mesh.world if mesh.simulated else 1)) for _ in range(2)))
-        came = exchange_several([taken, scales], mesh, ranks.travelled, splits)
+        splits = _even(ranks.each * places, ranks.travelling, mesh)
+        came = exchange_beside([taken, scales], mesh, ranks.travelled, splits, early)
         taken, scales = (_turned(t, ranks.travelling, ranks.each) for t in came)
+    if ranks.parts:  # every rank that holds a part of these experts needs the rows of all of them
+        among = _even(total, sharing, mesh)
+        came = exchange_several([t.repeat(sharing, 1) for t in (taken, scales)], mesh, ranks.parts, among)
+        taken, scales = (_turned(t, sharing, ranks.each) for t in came)
     each = taken.shape[0] // ranks.each
     ends = torch.arange(1, ranks.each + 1, dtype=torch.int32, device=x.device) * each
     y = experts(taken, scales[:, 0], ends)
+    if ranks.parts:  # summands of each row, from all that hold a part of its expert
+        (y,) = exchange_several([_turned(y, ranks.each, sharing)], mesh, ranks.parts, among)
+        y = y.unflatten(0, (sharing, -1)).sum(0)
     if ranks.travelled:
         (y,) = exchange_several([_turned(y, ranks.each, ranks.travelling)], mesh, ranks.travelled, splits)
     return sum_choices(y, order, slot, choices)
@@ -96,6 +105,12 @@ class Batched(Function):
         by_x, by_w = ctx.needs_input_grad[:2]
         gx = apply_function(Batched, g, w.mT, None) if by_x else None
         return gx, apply_function(Batched, x.mT, g, None) if by_w else None, None
+
+
+def _even(rows: int, ranks: int, mesh: Any) -> Splits:
+    """So many rows from each rank to each."""
+    sizes = ((rows,) * ranks,) * (mesh.world if mesh.simulated else 1)
+    return Splits(sizes, sizes)
 
 
 def _turned(rows: Tensor, outer: int, inner: int) -> Tensor:

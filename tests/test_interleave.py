@@ -340,7 +340,7 @@ def loss(params, batch, ctx, backend="all-to-all", shared=False):
         # evenly, whatever the values are: exchanges of all microbatches have equal shapes
         chosen = (torch.arange(x.shape[1]) % EXPERTS).expand(x.shape[:2])[..., None]
         weights = x.sigmoid().mean(-1, keepdim=True)
-        routed = Routed(chosen, weights, weights, weights, chosen)
+        routed = Routed(chosen, weights, weights, weights, chosen, places=-(-chosen.numel() // EXPERTS))
         options = {"number": EXPERTS, "sh": sh, "backend": backend}
         beside = functools.partial(Work.apply, x.tanh(), "shared") if shared else None
         x = x + dispatched(experts, x, routed, p, beside=beside, **options)
@@ -433,17 +433,18 @@ def test_gathered_tokens_are_under_way_while_the_other_microbatch_computes():
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
 
 
-def events_of_shared():
+def events_of_shared(backend):
     """With an expert that every token has: the values, what happens in one microbatch, and the values by every expert for every
     token."""
     with Watched() as watched:
-        values = step("none", shared=True)
+        values = step("none", shared=True, backend=backend)
     return values, [what for what, _ in watched.events], step("none", shared=True, backend="dense")
 
 
-def test_a_shared_expert_is_computed_while_rows_travel():
+@pytest.mark.parametrize("backend", ["all-to-all", "padded"])
+def test_a_shared_expert_is_computed_while_rows_travel(backend):
     """Between the issue of their exchange and the wait for it, and its backward beside that of their gradients."""
-    values, log, want = processes(2).run(events_of_shared)[0]
+    values, log, want = processes(2).run(events_of_shared, backend)[0]
     forward = ["mix", "begin", "shared", "end", "experts", "begin", "end"] * LAYERS
     layer = ["begin", "end", "experts back", "begin", "shared back", "end", "mix back"]
     assert log == [*forward, "head", "head back", *layer * LAYERS] * 2

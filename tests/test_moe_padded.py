@@ -18,7 +18,8 @@ from fmegatron.recording import record_collectives
 from fmegatron.remat import names
 from fmegatron.rules import standard_rules
 from fmegatron.simulation import simulate
-from fmegatron.testing import Layout, compare
+from fmegatron.testing import Layout, compare, ledger
+from fmegatron.testing.program import Program
 
 F64 = torch.float64
 ROUTING = Routing(4, 2, normalised=True, switch_loss=0.1, capacity=0.8)
@@ -40,6 +41,7 @@ LAYOUTS = [
     ("by position", "dp=2,cp=2 ep=2 etp=2 zero=1"),
     ("by position", "dp=2 ep=2 micro=2 odd"),
     ("expert choice", "tp=2 ep=2"),
+    ("by probability", "dp=4 ep=2 etp=2 odd packed"),  # rows go over ep before they are gathered over etp
 ]
 
 
@@ -85,6 +87,17 @@ def test_what_travels_has_one_size():
     assert moved[0] == moved[1]
     places = 4  # 8 tokens · 2 choices · 0.8 / 4 experts, rounded up
     assert [n for _, n in moved[0]] == [4 * places * 8, 4 * places, 4 * places * 8]
+
+
+def test_rows_cross_ep_once_and_are_gathered_where_that_is_fewer():
+    """Experts on two ranks, the width of each on two, other tokens on all four: all places of a rank go over ep, and once more to
+    either part; there and back, forward and backward, and their weights there and back."""
+    m, text = dataclasses.replace(MODELS["by probability"], dispatch="padded"), "dp=4 ep=2 etp=2 dispatch=padded"
+    rows, seq = Program(m).batch_of(Layout.parse(text))["tokens"].shape
+    places = rows // 4 * -(-seq * 2 * 4 // (4 * 5))
+    found = ledger(m, text, part="gradients", precision=Precision(params=F64)).entries
+    moved, over_ep = [e.bytes for e in found if e.kind == "all-to-all"], 8 * m.config.layers * 4 * places * (4 * 8 + 2)
+    assert sorted(moved) == [over_ep, 2 * over_ep]
 
 
 def test_a_routing_without_a_bound_is_refused():
