@@ -31,8 +31,9 @@ from fmegatron.plan.rank import SPLIT, virtual_of
 from fmegatron.plan.report import command
 from fmegatron.plan.residuals import most_alive, residuals
 from fmegatron.plan.search import candidates, illegal, policies, with_schedules
-from fmegatron.plan.timing import bubble, first_microbatch, half_of_first_microbatch, least_bubble, ranks_of_a_node
+from fmegatron.plan.timing import ranks_of_a_node
 from fmegatron.plan.tracing import Attention, Product
+from fmegatron.plan.waiting import bubble, first_microbatch, half_of_first_microbatch, least_bubble
 from fmegatron.precision import Precision
 from fmegatron.random import key
 from fmegatron.recording import Collective

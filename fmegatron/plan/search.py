@@ -37,7 +37,8 @@ from fmegatron.parallel.folding import problem_of_experts
 from fmegatron.parallel.legality import Choice, Sizes, problem
 from fmegatron.plan.memory import Memory, held_by, memory, of_stages, state_bytes
 from fmegatron.plan.rank import FOLDED, SPLIT, Model, Rough, Setting, size, virtual_of
-from fmegatron.plan.timing import Cluster, Spent, first_microbatch, half_of_first_microbatch, least_bubble, times
+from fmegatron.plan.timing import Cluster, Spent, times
+from fmegatron.plan.waiting import first_microbatch, half_of_first_microbatch, least_bubble
 from fmegatron.precision import Precision
 from fmegatron.rules import CONTEXTS
 from fmegatron.testing.layout import Layout

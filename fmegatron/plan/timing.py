@@ -11,29 +11,24 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fmegatron.axes import PIPELINE
 from fmegatron.mesh import Mesh
-from fmegatron.parallel.schedule_simulation import Costs, simulate_order
 from fmegatron.parallel.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
 from fmegatron.parallel.stages import Stage
 from fmegatron.plan.hardware import Hardware
 from fmegatron.plan.memory import held_by, of_layer, of_stages, state_bytes
 from fmegatron.plan.rank import SPLIT, Model, Setting, placement, size, virtual_of
-from fmegatron.plan.residuals import fewer, schedule_of
 from fmegatron.plan.tracing import Work
+from fmegatron.plan.waiting import Seconds, bubble
 from fmegatron.recording import Collective
 from fmegatron.sharding import Sharding
 from fmegatron.tree import leaves
 
-WAITS = ("1f1b", "dualpipev")  # schedules in whose steady state messages are waited for
 BESIDE = 0.85  # of the time of products that collectives can run beside
-
-
-Seconds = Sequence[Mapping[str, float]]  # of each stage: what each direction of a microbatch takes
 
 
 @dataclass(frozen=True)
@@ -257,55 +252,3 @@ def ranks_of_a_node(mesh: Mesh | None, node: int, axes: tuple[str, ...]) -> int:
             found *= max(1, min(n, node // stride))
         stride *= n
     return found
-
-
-def bubble(setting: Setting, stages: Seconds, message: float) -> float:
-    """How much longer a step takes than its busiest rank computes, simulated: with fewer microbatches than there are, as waiting is
-    the same, or grows evenly where every message is waited for."""
-    layout = setting.layout
-    ranks, name, micro = size(layout, PIPELINE), layout.schedule, layout.micro
-    if ranks == 1:
-        return 0.0
-    half = [s[BACKWARD] / 2 if BACKWARD in s else 0.0 for s in stages]
-    costs = Costs(
-        forward=[s[FORWARD] for s in stages],
-        backward_input=[s.get(INPUT, h) for s, h in zip(stages, half, strict=True)],
-        backward_weight=[s.get(WEIGHT, h) for s, h in zip(stages, half, strict=True)],
-        communication=message,
-    )
-
-    def waiting(microbatches: int) -> float:
-        runs = [times for _, times in simulate_order(schedule_of(name, ranks, microbatches, virtual_of(layout)), costs)]
-        busy = max(sum(end - start for start, end, _ in run) for run in runs)
-        return max(end for run in runs for _, end, _ in run[-1:]) - busy
-
-    few = fewer(name, ranks, micro)
-    found = waiting(few)
-    if name in WAITS and message and few + ranks <= micro:
-        found += (micro - few) // ranks * (waiting(few + ranks) - found)
-    return found
-
-
-def least_bubble(setting: Setting, stages: Seconds, message: float) -> float:
-    """What a schedule with whole backwards cannot avoid: a rank begins when a microbatch has come through the stages before its first
-    one, and what it computes last goes back through these. Of equal stages that is (p - 1)(F + B), the bubble of 1F1B."""
-    owner, micro = placement(setting.layout), setting.layout.micro
-    busy = [0.0] * size(setting.layout, PIPELINE)
-    wait, before = dict[int, float](), 0.0
-    for rank, s in zip(owner, stages, strict=True):
-        wait.setdefault(rank, before)
-        busy[rank] += micro * sum(s.values())
-        before += sum(s.values()) + 2 * message
-    return max(b + wait[r] for r, b in enumerate(busy)) - max(busy)
-
-
-def first_microbatch(setting: Setting, stages: Seconds, message: float) -> float:
-    """What no schedule can avoid on these ranks: a microbatch comes to the last one through all of the others."""
-    ranks = size(setting.layout, PIPELINE)
-    return (ranks - 1) * message + sum(s[FORWARD] for s in stages) * (ranks - 1) / ranks
-
-
-def half_of_first_microbatch(setting: Setting, stages: Seconds, message: float) -> float:
-    """The same of ranks whose layers are half in the way there, and half in the way back."""
-    ranks = size(setting.layout, PIPELINE)
-    return (ranks - 1) * message + sum(s[FORWARD] for s in stages) / 2 * (ranks - 1) / ranks
