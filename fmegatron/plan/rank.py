@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fmegatron.axes import PIPELINE, parse_axes
+from fmegatron.axes import PIPELINE
 from fmegatron.collectives import COST, wire_of
 from fmegatron.errors import UserError
 from fmegatron.parallel.pipeline_stage import Ends, find_ends, inside_stage
@@ -423,12 +423,7 @@ def _each(some: Counter[Any], change: Callable[[Any], dict[str, Any]]) -> Counte
     return found
 
 
-@functools.lru_cache(maxsize=65536)
-def _sizes(mesh: str) -> dict[str, int]:
-    return parse_axes(mesh, argument="layout")
-
-
 def size(layout: Layout, *names: str) -> int:
-    """The product of the sizes of some axes; an absent one counts as 1. (`Layout.size` without reading the text anew.)"""
-    found = _sizes(layout.mesh)
+    """The product of the sizes of some axes; an absent one counts as 1."""
+    found = layout.axes
     return math.prod(found.get(n, 1) for n in names)

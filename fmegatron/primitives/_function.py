@@ -33,7 +33,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
         @operator("fmegatron::attention")
         def _attention(q: Tensor, …) -> tuple[Tensor, Tensor]: …
 
-    The result is called like the function, and has `register_fake`. Where nobody looks (eager, plain tensors) it is the
+    The result is called like the function, and has `register_fake`. Where nobody looks (eager, plain tensors with data) it is the
     function itself: on the way through the dispatcher torch.library takes 50 µs of the host a call, and seconds for the
     first one, which imports the compiler.
     """
@@ -43,7 +43,8 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
         packet = getattr(torch.ops.fmegatron, name.split("::")[1])
 
         def call(*args: Any) -> Any:
-            if type(args[0]) is not torch.Tensor or torch.compiler.is_compiling() or under_torch_func():
+            x = args[0]
+            if type(x) is not torch.Tensor or x.is_meta or torch.compiler.is_compiling() or under_torch_func():
                 return packet(*args)
             return body(*args)
 

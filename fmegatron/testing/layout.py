@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ class Layout:
     @property
     def axes(self) -> dict[str, int]:
         """{axis: size}, in rank order."""
-        return parse_axes(self.mesh, argument="layout")
+        return dict(_axes(self.mesh))
 
     @property
     def world(self) -> int:
@@ -260,6 +261,11 @@ class Layout:
             yield dataclasses.replace(self, **changes)
         except UserError:
             return
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _axes(mesh: str) -> dict[str, int]:
+    return parse_axes(mesh, argument="layout")
 
 
 def _value(text: str, word: str, kind: Any, value: str) -> Any:
