@@ -22,7 +22,7 @@ import torch
 from fmegatron.axes import PIPELINE
 from fmegatron.offload import BUCKET as STATE_BUCKET
 from fmegatron.parallel.stages import Stage
-from fmegatron.plan.rank import SPLIT, Model, Setting, placement, read_elements, size, virtual_of
+from fmegatron.plan.rank import SPLIT, Model, Setting, of_ranks, outer, placement, read_elements, size, virtual_of
 from fmegatron.plan.residuals import most_alive, residuals
 from fmegatron.plan.tracing import Trace
 from fmegatron.sharding import Sharding
@@ -92,7 +92,14 @@ class _Sizes:
 
     @staticmethod
     def of(model: Model, setting: Setting) -> _Sizes:
-        rows = setting.microbatch
+        layout, rows = setting.layout, setting.microbatch
+        split = layout.schedule in SPLIT
+        key = ("sizes", outer(layout), layout.remat, split, rows, setting.seq, setting.precision)
+        found: _Sizes = model.kept(key, lambda: _Sizes._of(model, setting, rows))
+        return found
+
+    @staticmethod
+    def _of(model: Model, setting: Setting, rows: int) -> _Sizes:
         traces = {k: model.trace(setting, k, rows) for k in sorted(set(model.kinds))}
         embed, head = (model.trace(setting, part, rows) for part in ("embed", "head"))
         return _Sizes(
@@ -108,11 +115,11 @@ class _Sizes:
 
     def of_stage(self, model: Model, stage: Stage) -> tuple[int, int, int]:
         """(a residual's bytes, the loss's in it, what the first half of a backward leaves)."""
-        layers = Counter(model.kinds[i] for i in stage.layers)
-        saved = sum(self.saved[k] * n for k, n in layers.items()) + self.embed * stage.embedding
+        layers = model.alike(stage)[0]
+        saved = sum(self.saved[k] * n for k, n in layers) + self.embed * stage.embedding
         if stage.embedding and layers and not stage.head:
             saved -= self.carry  # what it gives has gone; in other stages what they got is there instead
-        left = sum(self.left[k] * n for k, n in layers.items())
+        left = sum(self.left[k] * n for k, n in layers)
         left += sum(n for n, there in zip(self.ends_left, (stage.embedding, stage.head), strict=True) if there)
         return saved, self.head * stage.head, left
 
@@ -126,7 +133,7 @@ def _of_rank(model: Model, setting: Setting, rank: int, parts: _Sizes, exact: bo
     sh, stages = model.sharding(setting), held_by(model, setting, rank)
     resting, wide = of_stages(model, sh, stages), _accumulated(sh)
     several, zero = layout.micro > 1 or layout.pipelined, layout.zero
-    kinds = sorted({model.kinds[i] for s in stages for i in s.layers})
+    kinds = sorted({k for s in stages for k, _ in model.alike(s)[0]})
     largest = max((_layer_elements(model, sh, k) for k in kinds), default=0)
 
     # gradients: whole until the last microbatch, or in the shards that they are reduced to
@@ -200,7 +207,7 @@ def _unlike(model: Model, layout: Layout) -> list[int]:
     def found() -> list[int]:
         alike: dict[Any, list[int]] = {}
         for r in range(ranks):
-            held = [model.stages(layout)[n] for n, owner in enumerate(placement(layout)) if owner == r]
+            held = [model.stages(layout)[n] for n in of_ranks(placement(layout))[r]]
             layers = Counter(model.kinds[i] for s in held for i in s.layers)
             ends = tuple((s.embedding, s.head) for s in held)
             alike.setdefault((tuple(sorted(layers.items())), ends), []).append(r)
@@ -245,7 +252,7 @@ def of_stages(model: Model, sh: Sharding, stages: Iterable[Stage]) -> AtRest:
         names |= dict.fromkeys(
             [*(model.ends.front if stage.embedding else ()), *(model.ends.back if stage.head else ())]
         )
-        for kind, n in Counter(model.kinds[i] for i in stage.layers).items():
+        for kind, n in model.alike(stage)[0]:
             one = of_layer(model, sh, kind)
             total = AtRest(total.params + n * one.params, total.state + n * one.state, total.bytes + n * one.bytes)
     for name in names:
@@ -266,7 +273,7 @@ def _once(model: Model, sh: Sharding, key: Any, params: Callable[[], Iterable[Pa
 def held_by(model: Model, setting: Setting, rank: int) -> list[Stage]:
     """The stages of a rank of the pipeline."""
     stages = model.stages(setting.layout)
-    return [stages[n] for n, owner in enumerate(placement(setting.layout)) if owner == rank]
+    return [stages[n] for n in of_ranks(placement(setting.layout))[rank]]
 
 
 def _layer_elements(model: Model, sh: Sharding, kind: int) -> int:

@@ -119,7 +119,7 @@ class Model:
 
     def sharding(self, setting: Setting) -> Sharding:
         """Of the stage of a layout, on a mesh that answers questions alone."""
-        key = ("sharding", _outer(setting.layout), setting.precision)
+        key = ("sharding", outer(setting.layout), setting.precision)
         return self.kept(key, lambda: self._sharding(setting.layout, setting.precision))
 
     def _sharding(self, layout: Layout, precision: Precision) -> Sharding:
@@ -156,11 +156,11 @@ class Model:
     def trace(self, setting: Setting, part: str | int, rows: int, keep: bool | None = None) -> Trace:
         """Of "embed", "head" or a layer, with so many rows in a microbatch on a rank. keep: whether the loss keeps its
         probabilities; None: if it does with these rows."""
-        outer = setting.layout
-        layout, text, ends = self.kept(("inner", outer), lambda: _with_texts(_inner(outer), ENTRY in self.spec))
+        given = setting.layout
+        layout, text, ends = self.kept(("inner", given), lambda: _with_texts(_inner(given), ENTRY in self.spec))
         keep = part == "head" and self._keeps(setting, layout, rows) if keep is None else keep
         part = self.kinds[part] if isinstance(part, int) else part
-        halves = outer.schedule in SPLIT
+        halves = given.schedule in SPLIT
         key = (
             text if isinstance(part, int) else ends,
             setting.precision,
@@ -172,7 +172,7 @@ class Model:
         if (*key, rows) not in self.traces:
             cut = part != "embed" and size(layout, "tp", "cp") > 1
             if layout.remat == "nothing" and isinstance(part, int):
-                everything = dataclasses.replace(setting, layout=dataclasses.replace(outer, remat="everything"))
+                everything = dataclasses.replace(setting, layout=dataclasses.replace(given, remat="everything"))
                 made = nothing_kept(self.trace(everything, part, rows))
             elif rows == 1 or (rows == 2 and cut):
                 made = self._traced(setting, layout, part, rows, keep, halves)
@@ -224,9 +224,23 @@ class Model:
     def stages(self, layout: Layout) -> tuple[Stage, ...]:
         """What each stage of the pipeline holds."""
         if layout.stages:
-            return parse_layout(layout.stages, layers=self.layers)
+            return self.kept(("stages", layout.stages), lambda: parse_layout(layout.stages, layers=self.layers))
         count = size(layout, PIPELINE) * virtual_of(layout)
         return self.kept(("stages", count), lambda: even(self.layers, count))
+
+    def alike(self, stage: Stage) -> tuple[tuple[tuple[int, int], ...], bool, bool]:
+        """What stages that take and keep the same have in common: (how many layers of each kind, whether it has the embedding, the
+        head)."""
+        found = self._alike.get(id(stage))
+        if found is None or found[0] is not stage:
+            counts = Counter(self.kinds[i] for i in stage.layers)
+            found = stage, (tuple(sorted(counts.items())), stage.embedding, stage.head)
+            self._alike[id(stage)] = found
+        return found[1]
+
+    @functools.cached_property
+    def _alike(self) -> dict[int, Any]:
+        return {}
 
     def entries(self, stage: Stage) -> list[Param]:
         """The parameters outside the layers that a stage holds."""
@@ -300,7 +314,7 @@ class Rough(Model):
 
         if cp == 1 and rows >= several:
             return self.exact.trace(setting, part, rows, keep)
-        return self.kept(("rough", _outer(layout), layout.remat, setting.seq, part, rows, keep), made)
+        return self.kept(("rough", outer(layout), layout.remat, setting.seq, part, rows, keep), made)
 
 
 _PLAIN: dict[str, Any] = dict(zero=0, micro=1, schedule="1f1b", virtual=None, stages="", store="", state="")
@@ -322,12 +336,25 @@ def virtual_of(layout: Layout) -> int:
 
 def placement(layout: Layout) -> tuple[int, ...]:
     """The rank of the pipeline that holds each stage."""
-    ranks = size(layout, PIPELINE)
-    return vee(ranks) if layout.schedule in FOLDED else loop(ranks, virtual_of(layout))
+    return _placement(size(layout, PIPELINE), layout.schedule in FOLDED, virtual_of(layout))
+
+
+@functools.lru_cache(maxsize=1024)
+def _placement(ranks: int, folded: bool, virtual: int) -> tuple[int, ...]:
+    return vee(ranks) if folded else loop(ranks, virtual)
+
+
+@functools.lru_cache(maxsize=1024)
+def of_ranks(owner: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank, of a placement."""
+    found: list[list[int]] = [[] for _ in range(max(owner) + 1)]
+    for stage, rank in enumerate(owner):
+        found[rank].append(stage)
+    return tuple(map(tuple, found))
 
 
 @functools.lru_cache(maxsize=65536)
-def _outer(layout: Layout) -> str:
+def outer(layout: Layout) -> str:
     """What the mesh and the rules depend on."""
     return str(dataclasses.replace(layout, micro=1, remat="everything", schedule="1f1b", virtual=None, stages=""))
 

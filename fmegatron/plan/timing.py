@@ -20,8 +20,8 @@ from fmegatron.mesh import Mesh
 from fmegatron.parallel.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
 from fmegatron.parallel.stages import Stage
 from fmegatron.plan.hardware import Hardware
-from fmegatron.plan.memory import held_by, of_layer, of_stages, state_bytes
-from fmegatron.plan.rank import SPLIT, Model, Setting, placement, size, virtual_of
+from fmegatron.plan.memory import of_layer, of_stages, state_bytes
+from fmegatron.plan.rank import SPLIT, Model, Setting, of_ranks, placement, size
 from fmegatron.plan.tracing import Work
 from fmegatron.plan.waiting import Seconds, bubble
 from fmegatron.recording import Collective
@@ -87,27 +87,32 @@ def times(
     layout, sh = setting.layout, model.sharding(setting)
     ranks, micro = size(layout, PIPELINE), layout.micro
     work = _Work(model, setting, cluster, sh)
-    stages, owner = model.stages(layout), placement(layout)
-    each = [{part: work.stage(s, part) for part in work.directions} for s in stages]
-    per_rank = [Spent() for _ in range(ranks)]
-    for n, parts in enumerate(each):
-        for spent in parts.values():
-            per_rank[owner[n]].add(spent)
-    slowest = max(range(ranks), key=lambda r: per_rank[r].total)
+    stages, held = model.stages(layout), of_ranks(placement(layout))
+    each = [work.stage(s) for s in stages]
+    per_rank: dict[Any, Spent] = {}  # of ranks whose stages are alike once
+    slowest, most = 0, -1.0
+    for r, some in enumerate(held):
+        alike = tuple(id(each[n]) for n in some)
+        if alike not in per_rank:
+            per_rank[alike] = spent = Spent()
+            for n in some:
+                for part in each[n].values():
+                    spent.add(part)
+            if spent.total > most:
+                slowest, most = r, spent.total
     found = Spent()
-    found.add(per_rank[slowest], micro)
+    found.add(per_rank[tuple(id(each[n]) for n in held[slowest])], micro)
     message = 0.0
     if ranks > 1:
         far = cluster.gpus // ranks >= cluster.hardware.node or ranks * sh_world(sh) > cluster.hardware.node
         message = cluster.hardware.message(model.trace(setting, "embed", setting.microbatch).out, far=far)
-    seconds = [{part: spent.total for part, spent in parts.items()} for parts in each]
+    totals = {id(parts): {n: spent.total for n, spent in parts.items()} for parts in each}
+    seconds = [totals[id(parts)] for parts in each]
     found.bubble = (waiting or bubble)(setting, seconds, message)
-    held = held_by(model, setting, slowest)
-    back = sum(
-        t for r, parts in zip(owner, seconds, strict=True) if r == slowest for n, t in parts.items() if n != FORWARD
-    )
-    found.exposed["dp"] += work.reduction(held, back)
-    found.optimizer = work.optimizer(held)
+    own = [stages[n] for n in held[slowest]]
+    back = sum(t for n in held[slowest] for part, t in seconds[n].items() if part != FORWARD)
+    found.exposed["dp"] += work.reduction(own, back)
+    found.optimizer = work.optimizer(own)
     return found
 
 
@@ -124,14 +129,14 @@ class _Work:
         self.directions = (FORWARD, INPUT, WEIGHT) if setting.layout.schedule in SPLIT else (FORWARD, BACKWARD)
         self.near = functools.cache(functools.partial(ranks_of_a_node, sh.mesh, self.hardware.node))
         self.layers: dict[tuple[int, str], Spent] = {}
-        self.stages: dict[Any, Spent] = {}
+        self.stages: dict[Any, dict[str, Spent]] = {}
 
-    def stage(self, stage: Stage, direction: str) -> Spent:
-        """One microbatch's forward or backward of a stage."""
-        counts = Counter(self.model.kinds[i] for i in stage.layers)
-        key = (tuple(sorted(counts.items())), stage.embedding, stage.head, direction)
+    def stage(self, stage: Stage) -> dict[str, Spent]:
+        """One microbatch's directions of a stage; the same object for stages that are alike."""
+        key = self.model.alike(stage)
         if key not in self.stages:
-            self.stages[key] = self._stage(counts, stage, direction)
+            counts = Counter(dict(key[0]))
+            self.stages[key] = {part: self._stage(counts, stage, part) for part in self.directions}
         return self.stages[key]
 
     def _stage(self, counts: Mapping[int, int], stage: Stage, direction: str) -> Spent:
