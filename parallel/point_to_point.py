@@ -159,11 +159,12 @@ class _Channel:
 def _wait_in_turn(todo: queue.SimpleQueue) -> None:
     while (item := todo.get()) is not None:
         works, tensors, done = item
+        work = None
         try:
-            for w in works:
-                w.wait()
+            for work in works:
+                work.wait()
         except Exception as error:
             done.error = error
-        del item, works, tensors  # sent: nobody else holds it
+        del item, works, work, tensors  # sent, or read by now: nobody else holds it, and a work holds its tensor
         done.event.set()
         del done

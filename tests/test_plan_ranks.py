@@ -33,6 +33,7 @@ SIZES: dict[str, Any] = dict(vocab=96, embed=32, layers=4, heads=8, kv_heads=4, 
 CONFIGS = {
     "": DecoderConfig(**SIZES),
     "tied": DecoderConfig(**SIZES, tied=True),
+    "wide": DecoderConfig(**{**SIZES, "embed": 128, "mlp": 96}),
 }
 ROWS, SEQ = 2, 32  # of a microbatch of a rank
 
@@ -66,11 +67,11 @@ def measured(line: str, config: str = "") -> dict[str, Any]:
     class Watched(pipeline._Training):
         def compute(self, action: Any) -> None:
             super().compute(action)
+            self.settle()  # gradients under way are no residuals
             others = [*self.grads, self.inputs, self.gradients, self.outputs, self.sums.total]
             there = {t.untyped_storage()._cdata for t in _tensors(others)} | gone
             if action.kind not in (FORWARD, INPUT):
                 return
-            self.settle()  # gradients under way are no residuals
             gc.collect()
             alive = {at: n for at, (ref, n) in live.refs.items() if n > 8 and at not in there and not ref.expired()}
             most[0] = max(most[0], sum(alive.values()))
@@ -133,11 +134,16 @@ def compare(line: str, config: str = "") -> None:
 
 # With micro=4 a step of two ranks is warm-up, steady state and end.
 TWO = (
-    ("pp=2 micro=4", "tied"),
+    ("pp=2 micro=4 remat=attention", "tied"),
+    ("pp=2 micro=4 remat=nothing", ""),
     ("pp=2 micro=4 schedule=zbh1", ""),
     ("pp=2 micro=4 schedule=zbv remat=nothing", ""),
 )
 MORE = (
+    ("pp=2 micro=4", ""),
+    ("pp=2 micro=4 remat=attention", "wide"),
+    ("pp=2 micro=4 remat=nothing", "wide"),
+    ("pp=2,dp=2 zero=1 micro=2", ""),
     ("pp=2 micro=4 schedule=interleaved", ""),
     ("pp=2 micro=4 schedule=zbv", "tied"),
     ("pp=2 micro=4 schedule=dualpipev", ""),
@@ -163,4 +169,4 @@ def test_more_stages_communicate_and_hold_what_is_planned(line: str, config: str
 
 
 def test_a_stage_of_several_ranks() -> None:
-    compare("pp=2,dp=2 zero=1 micro=2", "")
+    compare("pp=2,dp=2 zero=2 micro=2", "")

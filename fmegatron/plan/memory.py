@@ -117,8 +117,8 @@ class _Sizes:
         """(a residual's bytes, the loss's in it, what the first half of a backward leaves)."""
         layers = model.alike(stage)[0]
         saved = sum(self.saved[k] * n for k, n in layers) + self.embed * stage.embedding
-        if stage.embedding and layers and not stage.head:
-            saved -= self.carry  # what it gives has gone; in other stages what they got is there instead
+        # A layer counts what it gives: what a stage gives to another one has gone, what it got from one is there.
+        saved += self.carry * ((not stage.embedding) - (not stage.head))
         left = sum(self.left[k] * n for k, n in layers)
         left += sum(n for n, there in zip(self.ends_left, (stage.embedding, stage.head), strict=True) if there)
         return saved, self.head * stage.head, left
