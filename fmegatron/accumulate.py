@@ -25,7 +25,7 @@ from fmegatron.collectives import Step
 from fmegatron.context import Ctx
 from fmegatron.dtensor import DTensor
 from fmegatron.errors import UserError
-from fmegatron.function import under_torch_func
+from fmegatron.function import readable, under_torch_func
 from fmegatron.grad import Trainable, as_at_rest, higher_order, scalar, to_local, trainable_leaves, unscaled
 from fmegatron.interleave import by_turns, halfway
 from fmegatron.sharding import Sharding
@@ -300,6 +300,8 @@ class _Reduced:
 
 def reciprocal(w: Any) -> Any:
     """1 ÷ w, in float64; 0 for a weight of 0."""
+    if readable(w):
+        w = float(w)
     if not is_tensor(w):
         return 1.0 / w if w else 0.0
     w = w.detach().double()
@@ -308,7 +310,7 @@ def reciprocal(w: Any) -> Any:
 
 def summed(items: torch.Tensor, dims: str, sh: Sharding) -> torch.Tensor:
     """The sum of items over all ranks and dims, or all dims but those behind an arrow in `dims`; bools are counted."""
-    if items.dtype == torch.bool:
+    if items.dtype == torch.bool and sh.mesh is not None:  # (torch's own sum counts them as well)
         items = items.long()
     if not dims and not items.dim():
         return items

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,4 +32,9 @@ else:
         """torch.distributed.tensor.DTensor, late."""
 
 
-__all__ = ["DTensor"]
+def any_dtensor(values: Iterable[Any]) -> bool:
+    """Is one of these values a DTensor?"""
+    return any(issubclass(kind, DTensor) for kind in set(map(type, values)))
+
+
+__all__ = ["DTensor", "any_dtensor"]

@@ -15,6 +15,11 @@ def under_torch_func() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def readable(x: Any) -> bool:
+    """May the host read the value of x without waiting? (A plain tensor on the CPU, in eager code outside of torch.func.)"""
+    return type(x) is torch.Tensor and x.is_cpu and not (torch.compiler.is_compiling() or under_torch_func())
+
+
 def apply_function(cls: type[Function], *args: Any) -> Any:
     """`cls.apply(*args)` without the 10 to 30 µs in which `apply` inspects signatures on the host.
 

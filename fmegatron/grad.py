@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fmegatron.dtensor import DTensor
+from fmegatron.dtensor import DTensor, any_dtensor
 from fmegatron.errors import UserError
 from fmegatron.function import under_torch_func
 from fmegatron.tree import detached, flatten, is_float, is_tensor, leaves, like, paths, tensors, unflatten
@@ -134,7 +134,7 @@ def scalar(value: Any) -> torch.Tensor:
 def to_local(tree: Any) -> Any:
     """The tree with every DTensor replaced by this rank's local tensor."""
     flat, shape = flatten(tree)
-    if not any(isinstance(t, DTensor) for t in flat):
+    if not any_dtensor(flat):
         return tree
     return unflatten(shape, [t.to_local() if isinstance(t, DTensor) else t for t in flat])
 
@@ -148,4 +148,5 @@ def as_at_rest(flat: list[Any], params: Any) -> Any:
         return DTensor.from_local(g, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
     old, shape = flatten(params)
-    return unflatten(shape, [place(g, p) for g, p in zip(flat, old, strict=True)])
+    placed = [place(g, p) for g, p in zip(flat, old, strict=True)] if any_dtensor(old) else flat
+    return unflatten(shape, placed)

@@ -10,6 +10,7 @@ It is made of `accumulate`, an optimizer and `global_norm`; a user's own step ta
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from fmegatron.accumulate import Weight, accumulate
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
 from fmegatron.fp8 import scaling as fp8
-from fmegatron.function import under_torch_func
+from fmegatron.function import readable, under_torch_func
 from fmegatron.loss_scale import LossScale, LossScaling
 from fmegatron.optim import Optimizer, global_norm
 from fmegatron.optim.core import rate_at
@@ -214,6 +215,8 @@ def _finite(*values: torch.Tensor) -> bool:
     """Are all of these 0-d tensors finite? Of each device one number is read, and waited for."""
     if simulating():
         return all(bool(torch.isfinite(v)) for x in values for v in per_rank(x))
+    if all(map(readable, values)):
+        return all(math.isfinite(float(x)) for x in values)
     by_device: dict[torch.device, Any] = {}
     for x in values:  # x - x is 0, or NaN where x is infinite or NaN
         by_device[x.device] = by_device.get(x.device, 0) + (x - x)

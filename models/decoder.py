@@ -263,6 +263,7 @@ class Decoder:
                 f"or a model with max_seq={length}"
             )
         positions = batch.get("positions", ctx.positions)
+        in_order = positions is None and sh.mesh is None
         if positions is None:
             positions = sh.index("seq", tokens.shape[1] * ranks, device=tokens.device)
         if c.positions == "rotary":
@@ -270,7 +271,7 @@ class Decoder:
             for kind in sorted(set(c.kinds)):
                 base, scaling = c.rope_of(kind)
                 extras[f"rotary {kind}"] = rotary_table(
-                    positions, c.turned, base=base, scaling=scaling, length=length, dtype=dtype
+                    positions, c.turned, base=base, scaling=scaling, length=length, dtype=dtype, in_order=in_order
                 )
         if c.moe is not None:
             extras |= {name: batch[name] for name in ("real", "routing") if name in batch}

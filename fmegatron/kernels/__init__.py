@@ -41,8 +41,8 @@ def chosen(what: str, kernel: str, *tensors: torch.Tensor | None) -> bool:
     Never under torch.func, in simulation, and in a run for shapes alone, whose tensors are no plain ones (they have no
     memory that a kernel could read): there the torch operations give the same. Raises UserError for an unknown `kernel`, and for "triton" where it cannot be.
     """
-    if kernel == "torch":
-        return False
+    if kernel == "torch" or (kernel == "auto" and not tensors[0].is_cuda):  # type: ignore[union-attr]
+        return False  # (the first of the tensors is never None)
     if kernel not in KERNELS:
         raise UserError(f'{what}(kernel={kernel!r}): use "auto", "torch" or "triton"')
     given = [t for t in tensors if t is not None]

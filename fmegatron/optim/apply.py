@@ -153,10 +153,13 @@ def apply(
 
         given = [None] * len(settings) if copies is None else tree.leaves(copies)
         targets: list[Any] = [None if t is None else buffer_of(t) for t in given]
+        locals_ = [work.local[n] for n in names]
 
         def kind(i: int) -> Any:
-            found = [*(work.local[n][i] for n in names), targets[i]]
-            return settings[i], *((x.device, x.dtype, x.is_contiguous()) for x in found if x is not None)
+            found = [column[i] for column in locals_]
+            if targets[i] is not None:
+                found.append(targets[i])
+            return settings[i], *[(x.device, x.dtype, x.is_contiguous()) for x in found]
 
         for (setting, *_), members in grouped(work.rows, kind).items():
             copied = None if targets[members[0]] is None else [targets[i] for i in members]
@@ -269,19 +272,23 @@ def pieces(
 
 def columns_of(trees: dict[str, Any]) -> dict[str, list[Any]]:
     """The leaves of each tree. Raises `UserError` where structures, shapes or placements disagree."""
-    shape = tree.structure(trees["params"])
+    flat, shape = tree.flatten(trees["params"])
+    columns = {"params": flat}
     for name, t in trees.items():
-        if tree.structure(t) != shape:
-            raise UserError(f"{name} must be a tree like params, but is {tree.structure(t)} and not {shape}")
-    columns = {name: tree.leaves(t) for name, t in trees.items()}
-    for i, p in enumerate(columns["params"]):
+        columns[name], found = tree.flatten(t)
+        if found != shape:
+            raise UserError(f"{name} must be a tree like params, but is {found} and not {shape}")
+    for i, p in enumerate(flat):
+        if not tree.is_float(p) or is_local(p):
+            continue
         for name, column in columns.items():
-            if column[i] is None or not tree.is_float(p) or is_local(p):
+            x = column[i]
+            if x is None or x is p or (type(x) is type(p) is Tensor and x.shape == p.shape):
                 continue
-            if layout_of(column[i]) != layout_of(p):
+            if layout_of(x) != layout_of(p):
                 path = tree.paths(trees["params"])[i]
                 raise UserError(
                     f"{name} of {path} must have the parameter's shape and placements, {layout_of(p)}, "
-                    f"but has {layout_of(column[i])}: redistribute it before the update"
+                    f"but has {layout_of(x)}: redistribute it before the update"
                 )
     return columns

@@ -30,18 +30,20 @@ def no_grad() -> Any:
 
 def local_of(x: Tensor) -> Tensor:
     """The local shard."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    return x.to_local() if type(x) is not Tensor and isinstance(x, DTensor) else x
 
 
 def buffer_of(x: Tensor) -> Tensor:
     """The local shard, which a kernel may write to. In a simulation a plain tensor gets a copy a rank: a kernel that
     writes to it beside simulated tensors would run once a rank."""
+    if type(x) is Tensor and not torch._C._len_torch_dispatch_stack():
+        return x
     return lift(local_of(x), torch.distributed.get_world_size()) if simulating() else local_of(x)
 
 
 def holder_of(local: Tensor, leaf: Tensor) -> Tensor:
     """The leaf itself if `local` is its buffer, else a new one at its placements."""
-    return leaf if local_of(leaf) is local else wrapped(local, leaf)
+    return leaf if leaf is local or local_of(leaf) is local else wrapped(local, leaf)
 
 
 def wrapped(local: Tensor, like: Tensor) -> Tensor:

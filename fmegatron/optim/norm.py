@@ -40,12 +40,15 @@ def sum_of_squares(values: Any) -> Tensor:
         dtype = leaves.wide(*found)
         groups: dict[Any, Any] = defaultdict(list)  # one kernel call each; a layout's sums are then added
         for x in found:
-            groups[_sharded(x), x.device, x.dtype].append(local_of(x))
+            sharded = (None, ()) if type(x) is Tensor else _sharded(x)
+            groups[sharded, x.device, x.dtype].append(local_of(x))
         sums: dict[Any, Any] = {}
         for (layout, _, _), group in groups.items():
             square = square_of(group, dtype).to(found[0].device)
             sums[layout] = sums[layout] + square if layout in sums else square
         layouts = list(sums)
+        if layouts == [(None, ())]:
+            return sums[layouts[0]]
         return torch.stack(summed([sums[at] for at in layouts], layouts)).sum()
 
 

@@ -76,9 +76,10 @@ def matches(pattern: Pattern, path: str, param: Any) -> bool:
 
 def settings_of(params: Any, lr_scale: Values, weight_decay: Values, mask: Mask) -> list[Setting]:
     """A Setting for every leaf of the parameters. Raises `UserError` for a tree of another structure."""
-    scales = _values("lr_scale", params, 1.0 if lr_scale is None else lr_scale)
-    decays = _values("weight_decay", params, weight_decay)
-    masked = _values("mask", params, True if mask is None else mask)
+    shape = tree.structure(params)
+    scales = _values("lr_scale", params, shape, 1.0 if lr_scale is None else lr_scale)
+    decays = _values("weight_decay", params, shape, weight_decay)
+    masked = _values("mask", params, shape, True if mask is None else mask)
     return [Setting(s, d if m else 0.0) for s, d, m in zip(scales, decays, masked, strict=True)]
 
 
@@ -94,12 +95,13 @@ def check_values(name: str, **values: Values) -> None:
                 raise UserError(f"{name} needs {argument} of at least 0, but got {argument}={value}{where}")
 
 
-def _values(name: str, params: Any, given: Any) -> list[Any]:
-    shape = tree.structure(params)
+def _values(name: str, params: Any, shape: Any, given: Any) -> list[Any]:
+    """The value of every leaf of params, whose structure is `shape`."""
     chosen = given(params) if callable(given) else given
     if isinstance(chosen, int | float | Tensor):  # a bool too
         return [chosen] * shape.num_leaves
-    if tree.structure(chosen) != shape:
+    values, found = tree.flatten(chosen)
+    if found != shape:
         kind = "bools" if name == "mask" else "numbers"
-        raise UserError(f"{name} must be a tree of {kind} like params, {shape}, but is {tree.structure(chosen)}")
-    return tree.leaves(chosen)
+        raise UserError(f"{name} must be a tree of {kind} like params, {shape}, but is {found}")
+    return values

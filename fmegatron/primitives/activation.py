@@ -276,8 +276,8 @@ def _pulled_back(g: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     if graph_wanted():
         return (g * _slope(x.to(wide(x.dtype)), kind)).to(x.dtype)
     if kind == "silu":
-        return torch.ops.aten.silu_backward(g, x)
-    return torch.ops.aten.gelu_backward(g, x, approximate="tanh" if kind == "gelu_tanh" else "none")
+        return torch.ops.aten.silu_backward.default(g, x)
+    return torch.ops.aten.gelu_backward.default(g, x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 def _slope(x: torch.Tensor, kind: str) -> torch.Tensor:

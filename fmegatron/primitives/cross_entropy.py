@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional
 
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function
 from fmegatron.kernels import chosen
 from fmegatron.primitives._function import (
+    cast,
     each_example,
     global_size,
     graph_wanted,
@@ -101,11 +103,10 @@ def linear_cross_entropy(
     def local(x: Tensor, w: Tensor, held: Tensor, filling: Tensor | None) -> tuple[Tensor, Tensor]:
         kept = keep if keep is not None else _worth_keeping(x, vocab)
         kept = kept and keepable and filling is None
-        flat = x.flatten(0, -2)
-        w, logits = (w, None) if tape is None else _tapped(tape, flat, w, vocab, rows)
-        args = flat, w, held.flatten(), filling, logits, rows, chunk, *form, kept, fast
+        w, logits = (w, None) if tape is None else _tapped(tape, x.flatten(0, -2), w, vocab, rows)
+        args = x, w, held, filling, logits, rows, chunk, *form, kept, fast
         lse, target, _ = apply_function(_LinearStatistics, *args)
-        return lse.view(labels.shape), target.view(labels.shape)
+        return lse, target
 
     sides = "batch seq embed | vocab", side
     return _loss(local, (x, w), sides, labels, vocab, ignore_index, z_loss, sh, vocab_size)
@@ -299,8 +300,8 @@ class _Statistics(Function):
 
 
 class _LinearStatistics(Function):
-    """(x[token embed], w, labels[token], filling or None, logits or None, w is [vocab embed]?, chunk, cap,
-    label_share, every_share, keep, fast) -> (lse, target, both [token]; probabilities[token vocab] if they are kept,
+    """(x[... embed], w, labels[...], filling or None, logits[token vocab] or None, w is [vocab embed]?, chunk, cap,
+    label_share, every_share, keep, fast) -> (lse, target, both [...]; probabilities[token vocab] if they are kept,
     else empty).
 
     logits: stands for x w, without data; it gets a gradient, so that w's can be made of it later.
@@ -311,7 +312,8 @@ class _LinearStatistics(Function):
     def forward(
         x: Tensor, w: Tensor, labels: Tensor, filling: Tensor | None, logits: Tensor | None, *options: Any
     ) -> Any:
-        return _linear_statistics_op(x, w, labels, filling, *options)
+        lse, target, kept = _linear_statistics_op(x.flatten(0, -2), w, labels.flatten(), filling, *options)
+        return lse.view(labels.shape), target.view(labels.shape), kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -327,6 +329,9 @@ class _LinearStatistics(Function):
         need_x, need_w, _, _, need_logits = ctx.needs_input_grad[:5]
         x, w, labels, filling, lse, target, kept = ctx.saved_tensors
         *options, keep, fast = ctx.options
+        shape, x = x.shape, x.flatten(0, -2)
+        rows: list[Any] = [t if t is None else t.flatten() for t in (labels, lse, target, g_lse, g_target)]
+        labels, lse, target, g_lse, g_target = rows
         args = x, w, labels, filling, g_lse, g_target
         g = None
         if need_logits:
@@ -343,7 +348,7 @@ class _LinearStatistics(Function):
             gx, gw = how(x, w, labels, lse, target, of, g_lse, g_target, options[0], need_x, need_w, fast)
         else:
             gx, gw = _linear_statistics_backward_op(*args, lse, *options, need_x, need_w, fast)
-        return gx if need_x else None, gw if need_w else None, None, None, g, *[None] * 7
+        return gx.view(shape) if need_x else None, gw if need_w else None, None, None, g, *[None] * 7
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -413,6 +418,10 @@ def _linear_statistics_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = wide(x.dtype)
     w = w.t() if rows else w
+    form = _Form(cap, label_share, every_share)
+    if x.shape[0] <= chunk and not fast:
+        lse, target, p = _statistics_of(_product(x, w, dtype), labels, filling, form)
+        return lse, target, cast(p, x.dtype) if keep else x.new_empty(_kept_shape(x, w.shape[1], keep))
     lse, target = (torch.empty(x.shape[0], dtype=dtype, device=x.device) for _ in range(2))
     kept = torch.empty(_kept_shape(x, w.shape[1], keep), dtype=x.dtype, device=x.device)
     for start in range(0, x.shape[0], chunk):
@@ -422,20 +431,26 @@ def _linear_statistics_op(
             from fmegatron.kernels import softmax
 
             into = lse[part], target[part], kept[part] if keep else None
-            softmax.statistics(logits, at, filling, *into, cap, label_share, every_share)
+            softmax.statistics(logits, at, filling, *into, *form)
             continue
-        logits = _capped(logits, cap, in_place=True)
-        label = logits.gather(-1, at.clamp(min=0)[:, None])[:, 0].masked_fill_(at < 0, 0)
-        if every_share:
-            label = label * label_share + _zeroed(logits, filling).sum(-1) * every_share
-        target[part] = label
-        logits = _hidden(logits, filling, in_place=True)
-        # softmax is torch's one fused pass; its largest value is 1 / sum(exp(logits - most))
-        most, p = logits.amax(-1), logits.softmax(-1)
-        lse[part] = most - p.amax(-1).log()
+        lse[part], target[part], p = _statistics_of(logits, at, filling, form)
         if keep:
             kept[part] = p
     return lse, target, kept
+
+
+def _statistics_of(
+    logits: Tensor, labels: Tensor, filling: Tensor | None, form: _Form
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(lse, target, softmax) of logits[token vocab], which may be overwritten."""
+    logits = _capped(logits, form.cap, in_place=True)
+    target = -functional.nll_loss(logits, labels, reduction="none", ignore_index=-1)  # the label's logit, or 0
+    if form.every_share:
+        target = target * form.label_share + _zeroed(logits, filling).sum(-1) * form.every_share
+    logits = _hidden(logits, filling, in_place=True)
+    # softmax is torch's one fused pass; its largest value is 1 / sum(exp(logits - most))
+    most, p = logits.amax(-1), logits.softmax(-1)
+    return most - p.amax(-1).log(), target, p
 
 
 @_linear_statistics_op.register_fake
@@ -470,9 +485,14 @@ def _linear_statistics_backward_op(
     """(gx, gw), an empty tensor for one that is not needed. gw is summed over chunks in fp32 or wider. lse: needed if
     `fast`."""
     dtype, wt = wide(x.dtype), w if rows else w.t()
+    form = _Form(cap, label_share, every_share)
+    if x.shape[0] <= chunk:
+        ((_, g),) = _logits_gradients(x, w, labels, filling, g_lse, g_target, lse, rows, chunk, form, fast)
+        gx = g @ wt if need_x else x.new_empty(0)
+        gw = _product(*((g.t(), x) if rows else (x.t(), g)), dtype) if need_w else w.new_empty(0)
+        return gx, cast(gw, w.dtype)
     gx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0)
     gw = torch.zeros(w.shape, dtype=dtype, device=w.device) if need_w else w.new_empty(0)
-    form = _Form(cap, label_share, every_share)
     for part, g in _logits_gradients(x, w, labels, filling, g_lse, g_target, lse, rows, chunk, form, fast):
         if need_x:
             gx[part] = g @ wt

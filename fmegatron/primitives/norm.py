@@ -48,32 +48,46 @@ def rms_norm(
     """
     n = 1 if weight is None else weight.ndim
     _check_weight("rms_norm", x, weight)
-    mesh, axes, size = None, (), None
-    if dims is not None or sh is not None:
-        names = [] if dims is None else dims.split()
-        if len(names) != x.ndim:
-            raise UserError(
-                f"rms_norm(dims={dims!r}) names {len(names)} dims, x of shape {tuple(x.shape)} has {x.ndim}: with sh "
-                "give dims, which names each dim of x"
-            )
-        if any(sharded(sh, name) for name in names[-n:]):
-            mesh = sh.mesh
-            size = math.prod([global_size(sh, name, held) for name, held in zip(names[-n:], x.shape[-n:], strict=True)])
-            x = _without_filling(x, names[-n:], sh)
-            axes = mesh.sorted([axis for name in names[-n:] for axis in sh.axes(name)])
+    form = eps, zero_centred, wide_weight
+    if dims is None and sh is None:
+        return _rms_norm(x, weight, *form, kernel)
+    names = [] if dims is None else dims.split()
+    if len(names) != x.ndim:
+        raise UserError(
+            f"rms_norm(dims={dims!r}) names {len(names)} dims, x of shape {tuple(x.shape)} has {x.ndim}: with sh "
+            "give dims, which names each dim of x"
+        )
+    if not any(sharded(sh, name) for name in names[-n:]):
+        return _rms_norm(x, weight, *form, kernel)
+    size = math.prod([global_size(sh, name, held) for name, held in zip(names[-n:], x.shape[-n:], strict=True)])
+    x = _without_filling(x, names[-n:], sh)
+    axes = sh.mesh.sorted([axis for name in names[-n:] for axis in sh.axes(name)])
 
     def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        rows, w = (x.flatten(-n), weight.flatten()) if weight is not None and n > 1 else (x, weight)
-        if not axes and _by_kernel("rms_norm", kernel, rows, w):
-            y = apply_function(_NormByKernel, rows, None, w, None, eps, False, zero_centred, wide_weight, False)[0]
-        else:
-            y = apply_function(_RMSNorm, rows, w, eps, zero_centred, wide_weight, mesh, axes, size)[0]
-        return y.unflatten(-1, x.shape[-n:]) if n > 1 else y
+        return _rms_norm(x, weight, *form, kernel, sh.mesh, axes, size)
 
-    if mesh is None:
-        return norm(x, weight)
-    assert dims is not None
-    return sh.primitive(norm, (x, weight), (dims, " ".join(dims.split()[-n:])), dims)
+    return sh.primitive(norm, (x, weight), (" ".join(names), " ".join(names[-n:])), " ".join(names))
+
+
+def _rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    zero_centred: bool,
+    wide_weight: bool,
+    kernel: str,
+    mesh: Mesh | None = None,
+    axes: tuple[str, ...] = (),
+    size: int | None = None,
+) -> torch.Tensor:
+    """`rms_norm` of what a rank holds; mesh, axes, size: see `_RMSNorm`."""
+    n = 1 if weight is None else weight.ndim
+    rows, w = (x.flatten(-n), weight.flatten()) if weight is not None and n > 1 else (x, weight)
+    if not axes and _by_kernel("rms_norm", kernel, rows, w):
+        y = apply_function(_NormByKernel, rows, None, w, None, eps, False, zero_centred, wide_weight, False)[0]
+    else:
+        y = apply_function(_RMSNorm, rows, w, eps, zero_centred, wide_weight, mesh, axes, size)[0]
+    return y.unflatten(-1, x.shape[-n:]) if n > 1 else y
 
 
 def layer_norm(
@@ -118,8 +132,7 @@ def add_rms_norm(
         out, _, total = apply_function(_NormByKernel, x, y, weight, None, eps, False, zero_centred, wide_weight, True)
         return total, out
     total = x if y is None else x + y
-    options = dict(eps=eps, zero_centred=zero_centred, wide_weight=wide_weight)
-    return total, rms_norm(total, weight, kernel="torch", **options)  # type: ignore[arg-type]
+    return total, _rms_norm(total, weight, eps, zero_centred, wide_weight, "torch")
 
 
 def add_layer_norm(
@@ -145,9 +158,10 @@ MOST_COLUMNS = 16384  # of a row that a kernel holds
 
 def _by_kernel(what: str, kernel: str, x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Does Triton's kernel take these?"""
+    if not chosen(what, kernel, x, *others):
+        return False
     y = others[0] if what.startswith("add") else None
-    fits = x.ndim >= 1 and x.shape[-1] <= MOST_COLUMNS and (y is None or y.shape == x.shape)
-    return fits and chosen(what, kernel, x, *others)
+    return x.ndim >= 1 and x.shape[-1] <= MOST_COLUMNS and (y is None or y.shape == x.shape)
 
 
 def _check_bias(what: str, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
@@ -193,10 +207,10 @@ class _RMSNorm(Function):
         if weight is None:
             return cast(y, x.dtype), scale
         if not wide_weight:
-            y = y.to(x.dtype)
-        w = weight.to(y.dtype) if wide_weight else weight
+            y = cast(y, x.dtype)
+        w = cast(weight, y.dtype) if wide_weight else weight
         w = w + 1 if zero_centred else w
-        y = y.mul_(w) if may_overwrite() and y.dtype == w.dtype else y * w
+        y = y.mul_(w) if y.dtype == w.dtype and may_overwrite() else y * w
         return (cast(y, x.dtype) if wide_weight else y), scale
 
     @staticmethod
@@ -211,10 +225,10 @@ class _RMSNorm(Function):
         gx = gw = None
         if g is not None:
             x, weight, scale = ctx.saved_tensors
-            need = ctx.needs_input_grad[:2]
-            if graph_wanted():
+            need, again = ctx.needs_input_grad[:2], graph_wanted()
+            if again:
                 scale = _inverse_rms(x, ctx.eps, ctx.mesh, ctx.axes, ctx.size)  # a function of x again
-            if not graph_wanted() and not ctx.axes and not ctx.zero_centred and _fused(x, weight):
+            if not again and not ctx.axes and not ctx.zero_centred and _fused(x, weight):
                 size = [x.shape[-1]]
                 gx, gw = torch.ops.aten._fused_rms_norm_backward(
                     g.contiguous().to(x.dtype), x, size, scale, weight, need
@@ -227,9 +241,9 @@ class _RMSNorm(Function):
 
 def _fused(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
     """Is torch's fused kernel the fastest? (Compiled code makes one of its own.)"""
-    eager = not (torch.compiler.is_compiling() or under_torch_func())
-    alike = weight is None or x.dtype == weight.dtype
-    return eager and x.device.type == "cuda" and alike and x.is_contiguous()
+    if not x.is_cuda or torch.compiler.is_compiling() or under_torch_func():
+        return False
+    return (weight is None or x.dtype == weight.dtype) and x.is_contiguous()
 
 
 def _without_filling(x: torch.Tensor, names: Sequence[str], sh: Any) -> torch.Tensor:
@@ -277,8 +291,8 @@ def _rms_gradients(
     if weight is None:
         along, gx = by_weight.sum(-1), g.to(dtype)
     else:
-        gw = (by_weight.flatten(0, -2).sum(0) if x.ndim > 1 else by_weight).to(weight.dtype)
-        w = weight.to(dtype) + 1 if zero_centred else weight.to(dtype)
+        gw = cast(by_weight.flatten(0, -2).sum(0) if x.ndim > 1 else by_weight, weight.dtype)
+        w = cast(weight, dtype) + 1 if zero_centred else cast(weight, dtype)
         # compiled, a product with a vector would be a kernel of its own
         along = (by_weight * w).sum(-1) if torch.compiler.is_compiling() else by_weight @ w
         gx = g * w
@@ -287,7 +301,7 @@ def _rms_gradients(
         gx = gx.addcmul_(normal, along, value=-1).mul_(scale)
     else:
         gx = (gx - normal * along) * scale
-    return gx.to(x.dtype), gw
+    return cast(gx, x.dtype), gw
 
 
 class _LayerNorm(Function):

@@ -9,7 +9,9 @@ fields named as in Hugging Face's config.json (`original_max_position`: `origina
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +19,11 @@ import torch
 from torch.autograd import Function
 
 from fmegatron.errors import UserError
-from fmegatron.function import apply_function
+from fmegatron.function import apply_function, readable
 from fmegatron.kernels import chosen
 from fmegatron.primitives._function import cast, graph_wanted, may_overwrite, operator, wide
+
+KEPT_ELEMENTS = 1 << 18  # of a table that is kept from one call to the next
 
 Scaled = tuple[torch.Tensor, float]
 
@@ -189,6 +193,7 @@ def rotary_table(
     scaling: Any = None,
     length: int | None = None,
     dtype: torch.dtype = torch.float32,
+    in_order: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """positions[seq] or [batch seq] -> (cos, sin), each [seq dim/2] or [batch seq dim/2]: made once a step, used by
     every layer.
@@ -198,9 +203,29 @@ def rotary_table(
         needs a `length`.
     length: how many positions are in use, over all ranks; only DynamicNTKScaling and LongRoPEScaling read it.
     dtype: of the result; angles are computed in fp32 (float64 if `dtype` is that) and cast last, as in Hugging Face.
+    in_order: the positions are 0, 1, 2, … A small table on a CPU is then kept from one call to the next (do not write to
+        it): to make one takes the host as long as a small layer.
     """
     if dim % 2 or dim <= 0:
         raise UserError(f"rotary_table(dim={dim}): features are turned in pairs, so dim must be even and positive")
+    n = positions.shape[-1]
+    keep = in_order and n * dim <= KEPT_ELEMENTS and type(scaling).__hash__ is not None
+    if keep and readable(positions) and not torch._C._len_torch_dispatch_stack():
+        return _kept_table(n, dim, base, scaling, length, dtype)
+    return _table(positions, dim, base, scaling, length, dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_table(
+    n: int, dim: int, base: float, scaling: Any, length: int | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.inference_mode(False):  # or no graph could keep it
+        return _table(torch.arange(n, device="cpu"), dim, base, scaling, length, dtype)
+
+
+def _table(
+    positions: torch.Tensor, dim: int, base: float, scaling: Any, length: int | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     exact = wide(dtype)
     power = torch.arange(0, dim, 2, dtype=torch.int64, device=positions.device).to(exact) / dim
     frequencies, factor = 1.0 / base**power, 1.0
@@ -228,9 +253,7 @@ def apply_rotary(
     _check_table(x, cos, sin)
     if _fast(kernel, cos, sin, x):
         return apply_function(_TurnByKernel, x, None, cos, sin, interleaved)[0]
-    for _ in range(x.ndim - 3):  # the dims between seq and head
-        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return apply_function(_Turn, x, cos, sin, interleaved)
+    return apply_function(_Turn, x, None, cos, sin, interleaved)[0]
 
 
 def apply_rotary_both(
@@ -246,10 +269,13 @@ def apply_rotary_both(
     one pass."""
     _check_table(q, cos, sin)
     _check_table(k, cos, sin)
-    if q.shape[:2] == k.shape[:2] and q.shape[-1] == k.shape[-1] and _fast(kernel, cos, sin, q, k):
+    if _fast(kernel, cos, sin, q, k) and q.shape[:2] == k.shape[:2] and q.shape[-1] == k.shape[-1]:
         return apply_function(_TurnByKernel, q, k, cos, sin, interleaved)
-    turned = (apply_rotary(x, cos, sin, interleaved=interleaved, kernel=kernel) for x in (q, k))
-    return next(turned), next(turned)
+    if not torch.compiler.is_compiling() and torch._C._len_torch_function_stack():
+        # the checking mode, for which each has a type of its own
+        turned = (apply_rotary(x, cos, sin, interleaved=interleaved, kernel=kernel) for x in (q, k))
+        return next(turned), next(turned)
+    return apply_function(_Turn, q, k, cos, sin, interleaved)
 
 
 def split_rotary(
@@ -317,34 +343,51 @@ def rotary(
 
 
 class _Turn(Function):
-    """(x, cos, sin, interleaved) -> x turned; a linear map whose transpose is the turn back."""
+    """(q, k or None, cos, sin, interleaved) -> (q, k) turned, or (q,); a linear map whose transpose is the turn back."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-        half = cos.shape[-1]
-        x, rest = x[..., : 2 * half], x[..., 2 * half :]
-        a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
-        y = _pairs(b, a, interleaved).to(cos.dtype)
-        x, cos, sin = x.to(cos.dtype), _pairs(cos, cos, interleaved), _pairs(-sin, sin, interleaved)
-        y = y.mul_(sin).addcmul_(x, cos) if may_overwrite() else y * sin + x * cos
-        y = cast(y, rest.dtype)
-        return y if rest.shape[-1] == 0 else torch.cat([y, rest], -1)
+    def forward(
+        q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    ) -> tuple[torch.Tensor, ...]:
+        return _turn((q, k), cos, sin, interleaved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, cos, sin, ctx.interleaved = inputs
+        _, _, cos, sin, ctx.interleaved = inputs
         ctx.save_for_backward(cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gs: torch.Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         if graph_wanted():
-            gx = apply_function(_Turn, g, cos, -sin, ctx.interleaved)
+            found = apply_function(_Turn, gs[0], gs[1] if len(gs) > 1 else None, cos, -sin, ctx.interleaved)
         else:
-            gx = _Turn.forward(g, cos, -sin, ctx.interleaved)
-        return gx, None, None, None
+            found = _turn(gs, cos, -sin, ctx.interleaved)
+        return *found, *[None] * (5 - len(found))
+
+
+def _turn(
+    xs: Sequence[torch.Tensor | None], cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor, ...]:
+    """Each x[batch seq ... head], but for None, turned by the table's angles."""
+    cos, sin = _pairs(cos, cos, interleaved), _pairs(-sin, sin, interleaved)
+    found = []
+    for x in xs:
+        if x is None:
+            continue
+        c, s, turned = cos, sin, cos.shape[-1]
+        for _ in range(x.ndim - 3):  # the dims between seq and head
+            c, s = c.unsqueeze(-2), s.unsqueeze(-2)
+        rest = x[..., turned:] if turned < x.shape[-1] else None
+        part = cast(x if rest is None else x[..., :turned], cos.dtype)
+        # the other of each pair
+        y = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else part.roll(turned // 2, -1)
+        y = y.mul_(s).addcmul_(part, c) if may_overwrite() else y * s + part * c
+        y = cast(y, x.dtype)
+        found.append(y if rest is None else torch.cat([y, rest], -1))
+    return tuple(found)
 
 
 class _TurnByKernel(Function):

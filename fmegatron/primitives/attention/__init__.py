@@ -100,9 +100,9 @@ def attention(
         o, lse = apply_function(Attention, q, k, v, *masks, sinks, *(saved or (None, None)), *form)
         return o if tape is None else tape.leave(name, [o, lse])[0]
 
+    if sh is None or sh.check is None:
+        return run(q, k, v, sinks)
     args = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if sh is None:
-        return run(*args)
     key_side = "batch kvseq kv head | seq group"
     sides = ("batch seq kv group head", key_side, key_side, "kv group | batch seq")
     return sh.primitive(run, args, sides[: len(args)], "batch seq kv group head")

@@ -17,18 +17,24 @@ from fmegatron.primitives.attention.mask import Mask
 
 CPU_BLOCK = 256  # queries a call when there is a mask
 
+# By name, an operator that torch has no function for is looked up anew for every call.
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
     """(o, lse)"""
     heads, kt, vt = q.shape[2:4], k.transpose(1, 2), v.transpose(1, 2)
     qt = q.flatten(2, 3).transpose(1, 2)
+    if _whole(mask):
+        o, lse = torch._scaled_dot_product_flash_attention_for_cpu(qt, kt, vt, 0.0, mask.causal, scale=scale)
+        return o.transpose(1, 2).reshape(q.shape), lse.transpose(1, 2).reshape(q.shape[:-1])
     parts = []
     for rows, columns, causal, added, some in _calls(q, mask):
         if columns.start == columns.stop:
             o = q.new_zeros(q[:, rows].shape)
             parts.append((o, o.new_full(o.shape[:-1], -torch.inf, dtype=wide(q.dtype))))
             continue
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        o, lse = torch._scaled_dot_product_flash_attention_for_cpu(
             _part(qt, rows), _part(kt, columns), _part(vt, columns), 0.0, causal, attn_mask=added, scale=scale
         )
         o, lse = o.transpose(1, 2).unflatten(2, heads), lse.transpose(1, 2).unflatten(2, heads)
@@ -45,13 +51,17 @@ def backward(
     heads, kt, vt = q.shape[2:4], k.transpose(1, 2), v.transpose(1, 2)
     qt, ot, gt = (t.flatten(2, 3).transpose(1, 2) for t in (q, o, go))
     lt = lse.flatten(2, 3).transpose(1, 2)
+    if _whole(mask):
+        grads = BACKWARD(gt, qt, kt, vt, ot, lt, 0.0, mask.causal, scale=scale)
+        gq, gk, gv = [g.transpose(1, 2) for g in grads]
+        return gq.reshape(q.shape), gk.contiguous(), gv.contiguous()
     rows_gq, gk, gv = [], None, None
     for rows, columns, causal, added, some in _calls(q, mask):
         if columns.start == columns.stop:
             rows_gq.append(q.new_zeros(q[:, rows].shape))
             continue
         part = _part(lt, rows) if some is None else finite(_part(lt, rows))
-        gq, a, b = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gq, a, b = BACKWARD(
             _part(gt, rows),
             _part(qt, rows),
             _part(kt, columns),
@@ -82,11 +92,13 @@ def _part(x: Tensor, some: slice) -> Tensor:
     return x if some.stop - some.start == x.shape[2] else x[:, :, some]
 
 
+def _whole(mask: Mask) -> bool:
+    """Does one call of the kernel do it all?"""
+    return mask.plain and mask.keys > 0 and (not mask.causal or mask.queries == mask.keys)
+
+
 def _calls(q: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, bool, Tensor | None, Tensor | None]]:
     """(queries, keys, causal?, added mask, which queries see a key) of each call."""
-    if mask.plain and (not mask.causal or mask.queries == mask.keys):
-        yield slice(0, mask.queries), slice(0, mask.keys), mask.causal, None, None
-        return
     dtype = q.dtype if q.dtype == torch.float64 else torch.float32
     for rows, columns in mask.blocks(CPU_BLOCK):
         seen = mask.seen(rows, columns, q.device)

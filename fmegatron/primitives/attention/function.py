@@ -200,7 +200,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
 def _mask(q: Tensor, k: Tensor, causal: bool, window: int | None, *tensors: Tensor | None) -> Mask:
     """Blocks are chosen by values of positions and documents too, where these lie on the CPU; elsewhere, where looking
     waits for the device, for a window only."""
-    look = all(t is None or t.device.type == "cpu" for t in tensors) or (
+    given = [t for t in tensors if t is not None]
+    look = all(t.device.type == "cpu" for t in given) or (
         window is not None and not (q.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     )
     return Mask(q.shape[1], k.shape[1], causal, window, *tensors, look=look)
