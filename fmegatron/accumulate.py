@@ -23,7 +23,7 @@ import torch
 from fmegatron import buckets
 from fmegatron.collectives import Step
 from fmegatron.context import Ctx
-from fmegatron.dtensor import DTensor
+from fmegatron.dtensor import DTensor, any_dtensor
 from fmegatron.errors import UserError
 from fmegatron.function import readable, under_torch_func
 from fmegatron.grad import Trainable, as_at_rest, higher_order, scalar, to_local, trainable_leaves, unscaled
@@ -136,9 +136,10 @@ def accumulate(
         params: Any, batch: Any, ctx: Ctx | None = None, *, loss_scale: float | None = None
     ) -> tuple[tuple[torch.Tensor, dict[str, Any]], Any]:
         ctx = Ctx() if ctx is None else ctx
-        wanted, at_rest, batch = trainable_leaves(params, trainable), params, to_local(batch)
-        params = to_local(params)
-        composable = higher_order((params, batch))
+        at_rest, batch, flat = params, to_local(batch), leaves(params)
+        wanted = trainable_leaves(params, trainable, flat)
+        params = to_local(params) if any_dtensor(flat) else params
+        composable = higher_order((flat, batch))
         late = spec is not None and ctx.sh.mesh is not None and ctx.sh.check is None and not composable
         ctx = ctx.replace(sh=ctx.sh.delaying()) if late else ctx
         wide = dtype or ctx.sh.precision.reduce_dtype

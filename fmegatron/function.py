@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._functorch.utils import unwrap_dead_wrappers
+from torch._C._functorch import unwrap_if_dead
 from torch.autograd import Function
 
 
@@ -35,7 +35,8 @@ def apply_function(cls: type[Function], *args: Any) -> Any:
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_function_stack():
         return cls.apply(*args)  # (a torch-function mode, such as the checking mode, watches `apply`)
     # A tensor that outlived its torch.func transform is still wrapped; `apply` unwraps it as well.
-    return super(Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+    args = tuple([unwrap_if_dead(a) if isinstance(a, torch.Tensor) else a for a in args])
+    return super(Function, cls).apply(*args)  # type: ignore[misc]
 
 
 def _gradient_needed(args: Sequence[Any]) -> bool:

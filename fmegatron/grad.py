@@ -72,12 +72,12 @@ def value_and_grad(f: Callable, has_aux: bool = False, *, trainable: Trainable =
     return run
 
 
-def trainable_leaves(params: Any, trainable: Trainable) -> list[bool]:
-    """For every leaf: is its gradient wanted?
+def trainable_leaves(params: Any, trainable: Trainable, flat: list[Any] | None = None) -> list[bool]:
+    """For every leaf: is its gradient wanted? flat: the leaves, if the caller has them.
 
     Raises UserError when `trainable` is a tree of another structure.
     """
-    flat = leaves(params)
+    flat = leaves(params) if flat is None else flat
     if trainable is None:
         return [is_float(t) for t in flat]
     if callable(trainable):

@@ -93,6 +93,10 @@ def matrix_product(x: torch.Tensor, y: torch.Tensor, equation: str) -> torch.Ten
     if form is None:
         return torch.einsum(equation, x, y)
     rows, columns, x_turned, y_turned, swapped = form
+    if not (x_turned or y_turned or swapped) and x.is_contiguous():  # torch.matmul has the rest in one call
+        inner = x.ndim - rows
+        z = torch.matmul(x.flatten(rows) if inner > 1 else x, _matrix(y, inner))
+        return z if columns == 1 else z.view(x.shape[:rows] + y.shape[inner:])
     left, right = x.shape[-rows:] if x_turned else x.shape[:rows], y.shape[:columns] if y_turned else y.shape[-columns:]
     a = _matrix(x, x.ndim - rows if x_turned else rows)
     b = _matrix(y, columns if y_turned else y.ndim - columns)

@@ -117,6 +117,8 @@ class Decoder:
     keep_probabilities: bool | None = None
     dispatch: Backend = "all-to-all"
     record_routing: bool = False
+    _kernel: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _rms_options: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     _stack: Any = field(init=False, repr=False, compare=False, default=None)
     _modules: Any = field(init=False, repr=False, compare=False, default=None)
 
@@ -128,7 +130,12 @@ class Decoder:
             raise UserError(
                 'dispatch="padded" fills experts up to their capacity: give the routing a capacity, or another dispatch'
             )
-        spec = self.spec()
+        c, spec = self.config, self.spec()
+        # arguments of primitives
+        kernel = {} if self.kernel == "auto" else {"kernel": self.kernel}
+        norm = {"eps": c.norm_eps, "zero_centred": c.norm_zero_centred, "wide_weight": c.norm_wide_weight}
+        object.__setattr__(self, "_kernel", kernel)
+        object.__setattr__(self, "_rms_options", norm | kernel)
         options: dict[str, Any] = {"save": self.save, "compile": self.compile, "context": self._layer_context}
         object.__setattr__(self, "_stack", stack(self.block, spec["layers"], **options))
         if self.config.mtp:
@@ -595,7 +602,7 @@ class Decoder:
 
     def _qk_norm(self, p: Mapping[str, Tensor], q: Tensor, k: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         """Norms of queries and keys, each head alone (Qwen 3, Gemma 3) or all heads together (OLMo 2)."""
-        c, options = self.config, self._rms_options()
+        c, options = self.config, self._rms_options
         if c.qk_norm == "head":
             return rms_norm(q, p["q_norm"], **options), rms_norm(k, p["k_norm"], **options)
         if c.qk_norm == "all":
@@ -692,7 +699,7 @@ class Decoder:
             return x
         if self.config.norm == "layer":
             return layer_norm(x, p[name], p[f"{name}_bias"], eps=self.config.norm_eps, **self._kernel)
-        return rms_norm(x, p[name], **self._rms_options())
+        return rms_norm(x, p[name], **self._rms_options)
 
     def _add_and_norm(
         self, p: Mapping[str, Tensor], name: str, x: Tensor, y: Tensor | None = None
@@ -703,17 +710,7 @@ class Decoder:
             return x, x
         if self.config.norm == "layer":
             return add_layer_norm(x, y, p[name], p[f"{name}_bias"], eps=self.config.norm_eps, **self._kernel)
-        return add_rms_norm(x, y, p[name], **self._rms_options())
-
-    def _rms_options(self) -> dict[str, Any]:
-        c = self.config
-        options = {"eps": c.norm_eps, "zero_centred": c.norm_zero_centred, "wide_weight": c.norm_wide_weight}
-        return options | self._kernel
-
-    @property
-    def _kernel(self) -> dict[str, Any]:
-        """As the primitives take it."""
-        return {} if self.kernel == "auto" else {"kernel": self.kernel}
+        return add_rms_norm(x, y, p[name], **self._rms_options)
 
     def _dropped(self, y: Tensor, where: str, ctx: Ctx) -> Tensor:
         if not self.config.dropout or ctx.key is None:

@@ -101,10 +101,10 @@ def opened(trees: dict[str, Any], written: Sequence[str], donate: bool, rounding
     new = {n: list(columns[n]) for n in written}
     local: dict[str, dict[int, Tensor]] = {n: {} for n in columns}
     if not leaves.plain_only():
-        local = {n: {i: buffer_of(columns[n][i]) for i in rows} for n in columns}
+        for n, column in columns.items():
+            copied = n in written and not donate
+            local[n] = {i: buffer_of(column[i]).clone() if copied else buffer_of(column[i]) for i in rows}
         for n in written:
-            if not donate:
-                local[n] = {i: x.clone() for i, x in local[n].items()}
             for i, x in local[n].items():
                 new[n][i] = holder_of(x, columns[n][i])
     return Work(columns, rows, written, local, new, trees["params"], rounding)

@@ -38,17 +38,16 @@ def sum_of_squares(values: Any) -> Tensor:
         return torch.zeros(())
     with no_grad():
         dtype = leaves.wide(*found)
+        if set(map(type, found)) == {Tensor} and len({(x.device, x.dtype) for x in found}) == 1:
+            return square_of(found, dtype)
         groups: dict[Any, Any] = defaultdict(list)  # one kernel call each; a layout's sums are then added
         for x in found:
-            sharded = (None, ()) if type(x) is Tensor else _sharded(x)
-            groups[sharded, x.device, x.dtype].append(local_of(x))
+            groups[_sharded(x), x.device, x.dtype].append(local_of(x))
         sums: dict[Any, Any] = {}
         for (layout, _, _), group in groups.items():
             square = square_of(group, dtype).to(found[0].device)
             sums[layout] = sums[layout] + square if layout in sums else square
         layouts = list(sums)
-        if layouts == [(None, ())]:
-            return sums[layouts[0]]
         return torch.stack(summed([sums[at] for at in layouts], layouts)).sum()
 
 
@@ -63,7 +62,7 @@ def square_of(group: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _runs(x: Tensor) -> Sequence[Tensor]:
-    if is_local(x) or x.device.type != "cpu" or x.numel() <= RUN:
+    if is_local(x) or not x.is_cpu or x.numel() <= RUN:
         return [x]
     return x.reshape(-1).split(RUN)
 

@@ -613,14 +613,15 @@ def _logits_gradients(
     )
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
-        logits = _product(x[part], w, wide(x.dtype))
+        mine, at, by_lse, by_target = (t if t.shape[0] <= chunk else t[part] for t in (x, labels, g_lse, g_target))
+        logits = _product(mine, w, wide(x.dtype))
         if fast:
             from fmegatron.kernels import softmax
 
             assert lse is not None
             g = room[: logits.shape[0]] if whole is None else whole[part]
-            by_lse, by_target = g_lse[part].contiguous(), g_target[part].contiguous()
-            softmax.gradient(logits, labels[part], filling, lse[part], None, by_lse, by_target, g, *form)
+            by_lse, by_target = by_lse.contiguous(), by_target.contiguous()
+            softmax.gradient(logits, at, filling, lse[part], None, by_lse, by_target, g, *form)
             del logits
         else:
             logits = _capped(logits, form.cap, in_place=True)
@@ -628,7 +629,7 @@ def _logits_gradients(
             slope = None if form.cap is None else logits.div_(form.cap).square_().neg_().add_(1)
             del logits
             shares = form.label_share, form.every_share
-            g = _logits_gradient(p, slope, labels[part], g_lse[part], g_target[part], *shares, x.dtype)
+            g = _logits_gradient(p, slope, at, by_lse, by_target, *shares, x.dtype)
             g = g if filling is None else g.masked_fill_(filling, 0)
             del p, slope
             if whole is not None:

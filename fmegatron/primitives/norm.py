@@ -291,16 +291,16 @@ def _rms_gradients(
     if weight is None:
         along, gx = by_weight.sum(-1), g.to(dtype)
     else:
-        gw = cast(by_weight.flatten(0, -2).sum(0) if x.ndim > 1 else by_weight, weight.dtype)
+        gw = cast(by_weight.sum(tuple(range(x.ndim - 1))) if x.ndim > 1 else by_weight, weight.dtype)
         w = cast(weight, dtype) + 1 if zero_centred else cast(weight, dtype)
         # compiled, a product with a vector would be a kernel of its own
         along = (by_weight * w).sum(-1) if torch.compiler.is_compiling() else by_weight @ w
         gx = g * w
-    along = _sum_over_ranks(along.unsqueeze(-1), mesh, axes) / (size or x.shape[-1])
+    along, size = _sum_over_ranks(along.unsqueeze(-1), mesh, axes), size or x.shape[-1]
     if in_place and gx is not g:
-        gx = gx.addcmul_(normal, along, value=-1).mul_(scale)
+        gx = gx.addcmul_(normal, along, value=-1 / size).mul_(scale)
     else:
-        gx = (gx - normal * along) * scale
+        gx = (gx - normal * (along / size)) * scale
     return cast(gx, x.dtype), gw
 
 

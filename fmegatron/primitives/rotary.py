@@ -364,30 +364,55 @@ class _Turn(Function):
         if graph_wanted():
             found = apply_function(_Turn, gs[0], gs[1] if len(gs) > 1 else None, cos, -sin, ctx.interleaved)
         else:
-            found = _turn(gs, cos, -sin, ctx.interleaved)
+            found = _turn(gs, cos, sin, ctx.interleaved, back=True)
         return *found, *[None] * (5 - len(found))
 
 
 def _turn(
-    xs: Sequence[torch.Tensor | None], cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    xs: Sequence[torch.Tensor | None],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    back: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Each x[batch seq ... head], but for None, turned by the table's angles."""
-    cos, sin = _pairs(cos, cos, interleaved), _pairs(-sin, sin, interleaved)
+    """Each x[batch seq ... head], but for None, turned by the table's angles, or back."""
     found = []
     for x in xs:
         if x is None:
             continue
-        c, s, turned = cos, sin, cos.shape[-1]
-        for _ in range(x.ndim - 3):  # the dims between seq and head
-            c, s = c.unsqueeze(-2), s.unsqueeze(-2)
+        c, s = _for_pairs(cos, sin, interleaved, x.ndim - 3, back)
+        turned = c.shape[-1]
         rest = x[..., turned:] if turned < x.shape[-1] else None
-        part = cast(x if rest is None else x[..., :turned], cos.dtype)
+        part = cast(x if rest is None else x[..., :turned], c.dtype)
         # the other of each pair
         y = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else part.roll(turned // 2, -1)
         y = y.mul_(s).addcmul_(part, c) if may_overwrite() else y * s + part * c
         y = cast(y, x.dtype)
         found.append(y if rest is None else torch.cat([y, rest], -1))
     return tuple(found)
+
+
+def _for_pairs(
+    cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, between: int, back: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What both features of each pair are multiplied by, and what the other of the pair, with so many dims between seq and
+    head. All layers turn by one table, which therefore keeps them, as an attribute of the tensor."""
+    key = interleaved, between, back
+    forms: dict[Any, Any] = {}
+    keeps = readable(cos) and not (cos.is_inference() or sin.is_inference() or torch._C._len_torch_dispatch_stack())
+    if keeps:
+        versions = cos._version, sin._version
+        known = getattr(cos, "_forms", None)
+        if known is None or known[0] is not sin or known[1] != versions:
+            cos._forms = known = sin, versions, forms  # type: ignore[attr-defined]
+        forms = known[2]
+        if key in forms:
+            return forms[key]
+    c, s = _pairs(cos, cos, interleaved), _pairs(sin, -sin, interleaved) if back else _pairs(-sin, sin, interleaved)
+    for _ in range(between):
+        c, s = c.unsqueeze(-2), s.unsqueeze(-2)
+    forms[key] = c, s
+    return c, s
 
 
 class _TurnByKernel(Function):
