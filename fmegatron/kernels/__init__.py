@@ -2,15 +2,17 @@
 
     norm           RMS and layer norms, with the residual addition before them and the residual gradient behind
     gated          gated activations, and both their gradients
-    rotary         queries and keys turned in one launch
+    rotary         queries and keys turned in one launch, and taken out of the product that made them and values
     softmax        the softmax and its gradient of the cross-entropy
     moe            choices of experts sorted, tokens as rows and rows summed, gated activations with the router's weight
+    adam, squares  an update, and a norm, of all leaves in one launch
 
 Each has its torch operations right beside in the primitive, which are what defines it; `kernel="auto" | "torch" |
 "triton"` of the primitive chooses (of `moe`, in the module itself, before moe_triton). No kernel is imported before it
-runs, so triton need not be installed. Of another package, with the same rules, for attention:
+runs, so triton need not be installed. Of other packages, with the same rules, on Hopper GPUs:
 
-    flash4         flash-attn-4, on Hopper GPUs
+    flash4         flash-attn-4, for attention
+    quack          quack-kernels, for a gated MLP: products with the activation inside
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmegatron.errors import UserError
+
 NAMES = {
     "silu": "swiglu",
     "gelu_tanh": "geglu",
@@ -24,13 +26,15 @@ NAMES = {
 ROWS, WIDTH = 4096, 1024  # tokens and features of the stream from which it was measured to be faster
 
 
+VERSION = "0.6.4"  # whose calls are known here, and which `fmegatron[kernels]` brings
+
+
 def find() -> bool:
     """Is quack-kernels there? (Imports nothing.)"""
     try:
-        importlib.metadata.version("quack-kernels")
+        return importlib.metadata.version("quack-kernels") == VERSION
     except importlib.metadata.PackageNotFoundError:
         return False
-    return True
 
 
 INSTALLED = find()
@@ -57,7 +61,13 @@ def takes(x: Tensor, kind: str, hidden: int) -> bool:
 
 @functools.cache
 def _functions() -> tuple[Any, Any, Any]:
-    interface = importlib.import_module("quack.gemm_interface")
+    try:
+        interface = importlib.import_module("quack.gemm_interface")
+    except ImportError as error:
+        raise UserError(
+            f"quack-kernels is installed and cannot be imported ({error}): pip install 'fmegatron[kernels]' brings the versions "
+            'that go together; or leave it out with kernel="torch", which is --kernels torch of train'
+        ) from error
     config = importlib.import_module("quack.gemm_config").GemmConfig(
         tile_m=128,
         tile_n=192,
