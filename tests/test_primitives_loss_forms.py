@@ -74,6 +74,19 @@ def test_linear_equals_torch(form, tied, chunk):
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("form", [*FORMS.values(), dict(keep=True)], ids=[*FORMS, "kept"])
+@pytest.mark.parametrize("tied, chunk", [(False, 3), (True, None)])
+def test_a_vocabulary_that_is_filled_up_equals_torch(monkeypatch, form, tied, chunk):
+    """As on CUDA, where logits' rows would begin anywhere."""
+    monkeypatch.setattr(module, "_entries_to_add", lambda x, vocab: 5)
+    x, w, labels = inputs(tied)
+    ours = linear(x, w, labels, tied, chunk=chunk, **form)
+    theirs = reference(x @ (w.t() if tied else w), labels, **{n: v for n, v in form.items() if n != "keep"})
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    got, want = (torch.autograd.grad(y.sum(), (x, w)) for y in (ours, theirs))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
 @forms
 def test_of_logits_equals_torch(form):
     logits, labels = torch.randn(2, 5, 11, dtype=DOUBLE, requires_grad=True), inputs()[2]
