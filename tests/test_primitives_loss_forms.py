@@ -360,10 +360,11 @@ def test_bad_input():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 2e-3)])
-@forms
-def test_on_cuda(form, dtype, tolerance):
-    x, w = (t.to("cuda", dtype).requires_grad_() for t in (torch.randn(2, 300, 64), torch.randn(1000, 64) * 0.2))
-    labels = torch.randint(1000, (2, 300), device="cuda")
+@pytest.mark.parametrize("form", [*FORMS.values(), {}], ids=[*FORMS, "plain"])
+@pytest.mark.parametrize("vocab", [1000, 1001])  # 1001: filled up
+def test_on_cuda(form, vocab, dtype, tolerance):
+    x, w = (t.to("cuda", dtype).requires_grad_() for t in (torch.randn(2, 300, 64), torch.randn(vocab, 64) * 0.2))
+    labels = torch.randint(vocab, (2, 300), device="cuda")
     labels[0, :7] = -100
     exact = [t.detach().double().requires_grad_() for t in (x, w)]
     ours = linear(x, w, labels, tied=True, chunk=128, **form)

@@ -75,6 +75,8 @@ def _softmax_statistics(
             inside = start + at < vocab
             x = tl.load(mine + start + at, mask=inside, other=-float("inf"))
             p = tl.exp2((x - whole) * 1.4426950408889634)
+            if FILLING:
+                p = tl.where(tl.load(filling + start + at, mask=inside, other=1) == 0, p, 0.0)
             tl.store(kept + row * vocab + start + at, p.to(kept.dtype.element_ty), mask=inside)
 
 
@@ -133,8 +135,8 @@ def statistics(
     every_share: float,
 ) -> None:
     """Writes the log-sum-exp and the target of logits fp32[token vocab] into lse and target, and the probabilities into
-    `kept`, contiguous: without cap, filling and label smoothing only. labels: -1 for none; filling: bool[vocab]."""
-    assert kept is None or (cap is None and filling is None and not every_share)
+    `kept`, contiguous: without cap and label smoothing only. labels: -1 for none; filling: bool[vocab]."""
+    assert kept is None or (cap is None and not every_share)
     rows, vocab = logits.shape
     if rows == 0:
         return
