@@ -17,7 +17,7 @@ KINDS = (GEMM, ATTENTION, NORM, ACTIVATION, LOSS, ROTARY, OPTIMIZER, COPIES, OTH
 RULES = (
     (ATTENTION, r"sdpa|flash|fmha|attention|fused_attn"),
     (GEMM, r"gemm|nvjet|splitk|cublas|scaled_mm|aten::(mm|bmm|addmm|baddbmm)\b|triton_tem_|mkldnn|gemv"),
-    (OPTIMIZER, r"multi_tensor|adam|l2_?norm|lp_?norm|foreach|vector_norm"),
+    (OPTIMIZER, r"multi_tensor|adam|l2_?norm|lp_?norm|foreach|vector_norm|^_squares"),
     (LOSS, r"cross_entropy|softmax|nll_loss|logsumexp|loss"),
     (NORM, r"rms_?norm|layer_?norm|rsqrt|ln_(fwd|bwd)|^_norm_(forward|backward)"),
     (ACTIVATION, r"silu|swiglu|gelu|geglu|_glu|sigmoid|relu|tanh|gated|dact"),
