@@ -12,6 +12,7 @@ from typing import Any
 from fmegatron.testing.layout import MASKS, PIPELINE, Layout
 from fmegatron.testing.strategies import (
     AXES,
+    PIPELINE_AXES,
     contexts,
     dispatches,
     foldings,
@@ -26,6 +27,7 @@ from fmegatron.testing.strategies import (
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 TRIES = 80  # candidates among which the one with most new pairs for its cost is taken
 MICROBATCHES = (1, 2)
+ORDERS = ("usual", "other")
 COUNTING = tuple(m for m in MASKS if m != "none")  # a batch of zeros shows nothing of the other options
 
 
@@ -106,6 +108,7 @@ class Space:
             found["tp"] = tp_kind(layout.size("tp"), self.kv_heads.get(case.model, 1))
         held = layout.store_axes
         found |= {
+            "order": order_of(layout),
             "sp": layout.sp,
             "zero": layout.zero,
             "hybrid": layout.store and ("state on the rest" if layout.state else "yes"),
@@ -138,12 +141,15 @@ class Space:
         for (a, xs), (b, ys) in itertools.combinations(free.items(), 2):
             found |= {pair((a, x), (b, y)) for x in xs for y in ys}
         for case in self._structures():
-            fixed = tuple((n, v) for n, v in self.features(case).items() if n not in free)
-            if fixed in seen:
+            fixed = {n: v for n, v in self.features(case).items() if n not in free}
+            if (key := tuple(fixed.items())) in seen:
                 continue
-            seen.add(fixed)
-            found |= pairs_of(dict(fixed))
-            found |= {pair(one, (n, v)) for one in fixed for n, values in free.items() for v in values}
+            seen.add(key)
+            # `_structures` has a mesh's axes in the usual order alone
+            for order in ORDERS if len(case.layout.axes) > 1 else ORDERS[:1]:
+                fixed["order"] = order
+                found |= pairs_of(fixed)
+                found |= {pair(one, (n, v)) for one in fixed.items() for n, values in free.items() for v in values}
         return found
 
     def _structures(self) -> Iterator[Case]:
@@ -253,6 +259,12 @@ def cost(layout: Layout) -> float:
     """Roughly how long a layout takes, in units of one device."""
     again = 1.3 if layout.remat != "everything" else 1.0
     return 2.0 + layout.world * layout.micro * again
+
+
+def order_of(layout: Layout) -> str:
+    """Whether the ranks' order is the usual one of a mesh's axes, that of `PIPELINE_AXES`."""
+    axes = [*layout.axes]
+    return ORDERS[axes != sorted(axes, key=PIPELINE_AXES.index)]
 
 
 def tp_kind(tp: int, kv_heads: int) -> str:
