@@ -1,10 +1,12 @@
 """The planner against closed forms, against bytes and collectives of programs that run, and its search."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import math
 from collections import Counter
+from random import Random
 
 import pytest
 import torch
@@ -39,9 +41,11 @@ from fmegatron.random import key
 from fmegatron.recording import Collective
 from fmegatron.spec import count, init, local_bytes
 from fmegatron.step import TrainState, train_step
+from fmegatron.testing import covering
 from fmegatron.testing.compiled import one_rank_of
 from fmegatron.testing.layout import Layout
 from fmegatron.testing.ledger import ledger
+from fmegatron.testing.models import find_model
 from fmegatron.testing.program import Program
 from fmegatron.tree import leaves
 from fmegatron.zero import with_sharded_state
@@ -149,28 +153,40 @@ def test_experts_have_an_even_load():
 
 # ------------------------------------------------------------------------------------------------------- communication
 
-LAYOUTS = (
-    "dp=4",
-    "dp=2,tp=2 sp zero=1 micro=2",
-    "dp=4 zero=3 remat=nothing",
-    "dp=2,cp=2 zero=2 micro=2 context=ring",
-    "fsdp=2,dp=2 zero=3 store=fsdp",
-)
+DRAWN, ALWAYS = 20, 6  # layouts, and how many of them without -m slow: those that take least
+SMALL = ("llama", "llama,tied=1", "gpt2", "qwen3,heads=8,kv_heads=2")
+
+
+@functools.cache
+def drawn():
+    """(model, layout) as `fmegatron verify` draws them, by seed alone. Left out is what the planner does not know: packed documents,
+    whose numbers travel with the sequence, and batches with a row or token less than the layout can cut."""
+    random, found = Random(0), dict[str, tuple[str, Layout]]()
+    space = covering.space(SMALL, 8)
+    while len(found) < DRAWN:
+        case = space.draw(random)
+        layout = dataclasses.replace(case.layout, packed=False, odd=False)
+        found[f"{case.model} {layout}"] = case.model, layout
+    return sorted(found.values(), key=lambda x: covering.cost(x[1]))
+
+
+@pytest.mark.parametrize("n", [n if n < ALWAYS else pytest.param(n, marks=pytest.mark.slow) for n in range(DRAWN)])
+def test_bytes_of_drawn_layouts_are_those_of_the_ledger(n):
+    """And what is sent, to a byte of each collective where three or more ranks share one."""
+    name, layout = drawn()[n]
+    model = find_model(name)
+    mine = {(e.kind, e.axes): e for e in entries(Model(model), Setting(layout, *layout.batch, Precision()))}
+    counted = {(e.kind, e.axes): e for e in ledger(model, layout, precision=Precision()).entries}
+    assert {k: e.bytes for k, e in mine.items()} == {k: e.bytes for k, e in counted.items()}, (name, layout)
+    assert all(abs(mine[k].sent - e.sent) <= e.count for k, e in counted.items()), (name, layout)
 
 
 WIRE = Precision(wire=torch.bfloat16)  # gradients travel in it
 
 
-@pytest.mark.parametrize(
-    ("line", "precision"),
-    [
-        *((line, Precision()) for line in LAYOUTS),
-        ("dp=2,tp=2 sp zero=1 micro=2", WIRE),
-        ("fsdp=2,dp=2 zero=3 store=fsdp", WIRE),
-    ],
-)
-def test_bytes_are_those_of_the_ledger(line, precision):
-    compare_with_ledger(line, CONFIG, precision)
+@pytest.mark.parametrize("line", ["dp=2,tp=2 sp zero=1 micro=2", "fsdp=2,dp=2 zero=3 store=fsdp"])
+def test_bytes_in_a_narrow_format_are_those_of_the_ledger(line):
+    compare_with_ledger(line, CONFIG, WIRE)
 
 
 def compare_with_ledger(line, config, precision=Precision()):  # noqa: B008

@@ -48,7 +48,8 @@ def collectives(model: Model, setting: Setting, *, rank: int = 0) -> Counter[Col
         often = {
             "enter": micro * group.gathers * group.reads,
             "leave": micro * group.reads,
-            "settle": micro * group.reads if layout.zero == 2 else 1,
+            # stages reduce what each of them reads, a model in one piece the sum of what its ends give
+            "settle": micro * (group.reads if layout.pipelined else 1) if layout.zero == 2 else 1,
             "return": 1,
         }
         for what, n in often.items():
