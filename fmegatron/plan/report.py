@@ -35,10 +35,10 @@ NOT_MODELLED = (
     "kernels make it (--cuda-graph takes the host out of the way; the graph's own memory is not counted)",
     "the host's wait for the numbers of rows of experts, once a layer and direction (dispatch=padded has none)",
     "copies and slow kernels of tensors whose rows are no multiples of 16 bytes, such as with an odd vocabulary, but for their products",
-    "products that are cut so that collectives run beside their parts (--overlap), and exchanges beside another microbatch "
-    "(--microbatch-overlap, DualPipe-V's pairs): times are those without",
+    "exchanges of experts beside another microbatch (--microbatch-overlap, also of DualPipe-V's pairs): times are those without",
     "activations in host memory (--remat name:host is refused)",
-    "hybrid sharding, rules of one's own and uneven stages in the search (--layout explains such a layout)",
+    "rules of one's own; in the search also products cut for --overlap, hybrid sharding in a pipeline or below ZeRO-3, and stages more "
+    "uneven than with lighter ends (--layout explains such a layout)",
     "uneven loads of experts; data loading, evaluation, checkpoints",
 )
 

@@ -12,8 +12,12 @@ cannot avoid. In that order layouts are traced, simulated and counted to the byt
 variant of a layout gets its bound from that one, untraced: another way of attention over cp, which at best costs nothing, and
 schedules that split backwards, which keep at least as much as 1F1B and wait at least for the first microbatch.
 
+Stages of as many layers each as can be are looked at first; for the best pipelines then those whose last stage, or both ends, have
+fewer, as the head and the embedding take time too.
+
 Left out is what cannot win here: GPipe and breadth-first, which wait like 1F1B and interleaved stages and keep more; ZeRO-2, and
-ZeRO-3 in a pipeline, where ZeRO-1 fits with everything kept.
+ZeRO-3 in a pipeline, where ZeRO-1 fits with everything kept. Hybrid sharding (parameters over the ranks of one node, of 8 or of 64,
+whole between these) is for ZeRO-3 without a pipeline.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,6 +40,7 @@ from fmegatron.job_model import computations
 from fmegatron.models.config import DecoderConfig
 from fmegatron.parallel.folding import problem_of_experts
 from fmegatron.parallel.legality import Choice, Sizes, problem
+from fmegatron.parallel.stages import Stage, even, uneven
 from fmegatron.plan.memory import Memory, held_by, memory, of_stages, state_bytes
 from fmegatron.plan.rank import FOLDED, SPLIT, Model, Rough, Setting, size, virtual_of
 from fmegatron.plan.timing import Cluster, Spent, times
@@ -47,6 +53,8 @@ MOST_EXPERT_RANKS = 64  # that experts are spread over,
 EXPERT_RANKS = 2  # and how many such numbers are tried
 SHORTEST = 2048  # tokens of a sequence on a rank, for which cp is thought of
 MICROBATCHES = (1, 2, 4, 8)  # rows of one
+HYBRID_NODES = (1, 8, 64)  # nodes over which hybrid sharding cuts parameters
+FEWER = (1, 2)  # layers that the last stage of a pipeline may have less than others
 
 
 @dataclass(frozen=True)
@@ -219,8 +227,18 @@ class _Search:
             self.tried["simulated"] += 1
             spent = times(self.model, setting, self.cluster)
             estimate = Estimate(setting, memory(self.model, setting), spent, self.cluster, flops)
-            bisect.insort(found, estimate, key=lambda e: (e.seconds, str(e.setting.layout)))
-        return found[:top]
+            bisect.insort(found, estimate, key=_in_order)
+        for e in found[:top]:
+            for layout in lighter_ends(self.model, e.setting.layout):
+                if (setting := self._fitting(layout, exact=True)) is not None:
+                    self.tried["with lighter ends"] += 1
+                    spent = times(self.model, setting, self.cluster)
+                    found.append(Estimate(setting, memory(self.model, setting), spent, self.cluster, flops))
+        return sorted(found, key=_in_order)[:top]
+
+
+def _in_order(e: Estimate) -> tuple[float, str]:
+    return e.seconds, str(e.setting.layout)
 
 
 def estimate(model: Any, setting: Setting, cluster: Cluster) -> Estimate:
@@ -274,15 +292,16 @@ def candidates(model: Model, cluster: Cluster, *, rows: int, seq: int, tried: Co
                     tried["the batch does not divide"] += 1
                     continue
                 for ep in _expert_ranks(model, dp * cp * tp):
-                    yield from _of_mesh(model, tp, cp, pp, dp, ep, rows, seq, tried)
+                    yield from _of_mesh(model, tp, cp, pp, dp, ep, rows, seq, node, tried)
 
 
 def _of_mesh(
-    model: Model, tp: int, cp: int, pp: int, dp: int, ep: int, rows: int, seq: int, tried: Counter[str]
+    model: Model, tp: int, cp: int, pp: int, dp: int, ep: int, rows: int, seq: int, node: int, tried: Counter[str]
 ) -> Iterator[Layout]:
     mesh = ",".join(f"{n}={s}" for n, s in (("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)) if s > 1) or "dp=1"
     stages = (0,) if dp * cp == 1 else (0, 1) if pp > 1 else (0, 1, 3)  # further ones where they are needed
     first = Layout(mesh, sp=tp > 1, ep=ep, context="ring" if cp > 1 else "gather")
+    hybrid = [*_hybrids(first, dp, node)] if pp == 1 else []
     if illegal(model, first, rows, seq) is not None:
         tried["not legal"] += 1
         return
@@ -291,6 +310,44 @@ def _of_mesh(
             micro, left = divmod(rows // dp, each)
             if not left and (pp == 1 or micro >= pp):
                 yield dataclasses.replace(first, zero=zero, micro=micro)
+                yield from (dataclasses.replace(h, micro=micro) for h in hybrid if zero == 3)
+
+
+def _hybrids(layout: Layout, dp: int, node: int) -> Iterator[Layout]:
+    """A layout with hybrid sharding: ZeRO-3 over the data ranks of some nodes, whole copies over the others."""
+    beside = size(layout, "cp", "tp")
+    for nodes in HYBRID_NODES:
+        inner = nodes * node // beside
+        if 1 < inner < dp and dp % inner == 0 and inner * beside == nodes * node:
+            sizes = {"dp": dp // inner, "fsdp": inner, "cp": size(layout, "cp"), "tp": size(layout, "tp")}
+            mesh = ",".join(f"{n}={s}" for n, s in sizes.items() if s > 1)
+            yield dataclasses.replace(layout, mesh=mesh, zero=3, store="fsdp" + "+cp" * (sizes["cp"] > 1))
+
+
+def lighter_ends(model: Model, layout: Layout) -> Iterator[Layout]:
+    """The layouts of a pipeline whose last stage, or both ends, have fewer layers than stages have that are as even as can be."""
+    count, seen = size(layout, PIPELINE) * virtual_of(layout), set[str]()
+    if not layout.pipelined or layout.stages or count < 2:
+        return
+    plain = even(model.layers, count)
+    found = [even(model.layers, count, count_embedding=e, count_head=True) for e in (False, True)]
+    rest = [n for n in FEWER if n <= len(plain[-1].layers)]
+    found += [uneven(model.layers, count, last=len(plain[-1].layers) - n) for n in rest if count > 2]
+    for stages in found:
+        text = short(stages)
+        if stages != plain and text not in seen:
+            seen.add(text)
+            yield dataclasses.replace(layout, stages=text)
+
+
+def short(stages: Sequence[Stage]) -> str:
+    """Stages in Megatron-LM's notation, alike ones in a row together: "Et*3|(t*4|)*14t*3L"."""
+    parts = [f"t*{len(s.layers)}" if len(s.layers) > 1 else "t" * len(s.layers) for s in stages]
+    text = f"E{parts[0]}|"
+    for part, some in itertools.groupby(parts[1:-1]):
+        n = len(list(some))
+        text += f"({part}|)*{n}" if n > 1 else f"{part}|"
+    return f"{text}{parts[-1]}L"
 
 
 def with_schedules(layout: Layout, layers: int) -> Iterator[Layout]:

@@ -146,7 +146,22 @@ class _Work:
         ends = (("embed", stage.embedding), ("head", stage.head))
         for part in (name for name, there in ends if there):
             found.add(self.of(self.model.trace(self.setting, part, self.setting.microbatch).work(direction)))
+        if counts:
+            found.exposed["dp"] += self.edges(max(counts), direction)
         return found
+
+    def edges(self, kind: int, direction: str) -> float:
+        """What of a stage's collectives of parameters has no layer to run beside: the first gather, which all wait for, and the
+        last reduction, of gradients of the layer that comes last."""
+        found = self.layer(kind, direction)
+        room = BESIDE * (found.products + found.attention + found.memory_bound)
+        first = self.collectives(self.params(kind, "enter")) if direction != WEIGHT else 0.0
+        return min(first, room) + min(self.leaving(kind) if direction in (BACKWARD, WEIGHT) else 0.0, room)
+
+    def leaving(self, kind: int) -> float:
+        """The reduction of a layer's gradients in every microbatch."""
+        found = self.collectives(self.params(kind, "leave"))
+        return found + (self.collectives(self.params(kind, "settle")) if self.setting.layout.zero == 2 else 0.0)
 
     def layer(self, kind: int, direction: str) -> Spent:
         """A layer, with its parameters' collectives beside it."""
@@ -156,9 +171,7 @@ class _Work:
             found = replace(found, exposed=defaultdict(float, found.exposed))
             beside = self.collectives(self.params(kind, "enter")) if direction != WEIGHT else 0.0
             if direction in (BACKWARD, WEIGHT):
-                beside += self.collectives(self.params(kind, "leave"))
-                if self.setting.layout.zero == 2:
-                    beside += self.collectives(self.params(kind, "settle"))
+                beside += self.leaving(kind)
                 found.memory_bound += self.accumulation(kind)
             room = BESIDE * (found.products + found.attention + found.memory_bound)
             if beside > room:
@@ -184,9 +197,10 @@ class _Work:
     def of(self, work: Work) -> Spent:
         """What computes, and the collectives that it waits for."""
         where = tuple((c.axes, self.near(c.axes)) for c in work.collectives)
-        return self.model.kept(("time", id(work), id(self.hardware), where), lambda: self._of(work))
+        chunks = self.setting.layout.overlap
+        return self.model.kept(("time", id(work), id(self.hardware), where, chunks), lambda: self._of(work, chunks))
 
-    def _of(self, work: Work) -> Spent:
+    def _of(self, work: Work, chunks: int) -> Spent:
         h = self.hardware
         found = Spent(
             products=sum(h.product(p) * n for p, n in work.products.items()),
@@ -205,7 +219,18 @@ class _Work:
                 found.exposed[label(c)] += t
         if ring > BESIDE * found.attention:  # keys and values travel beside attention
             found.exposed["cp"] += ring - BESIDE * found.attention
+        if chunks > 1 and found.exposed.get("tp"):
+            self._in_chunks(found, work, chunks)
         return found
+
+    def _in_chunks(self, found: Spent, work: Work, chunks: int) -> None:
+        """Products cut into so many chunks, whose gathers and scatters run beside the other chunks' products: all but the first, or the
+        last, as far as these take as long. Gradients of weights are whole products. Smaller products reach less."""
+        cut = {p: n for p, n in work.products.items() if p.batch == 1 and not p.weight}
+        parts = {p: chunks * self.hardware.product(replace(p, m=-(-p.m // chunks))) for p in cut}
+        found.products += sum((parts[p] - self.hardware.product(p)) * n for p, n in cut.items())
+        beside = BESIDE * sum(parts[p] * n for p, n in cut.items())
+        found.exposed["tp"] -= min(found.exposed["tp"] * (1 - 1 / chunks), beside * (1 - 1 / chunks))
 
     def collectives(self, some: Counter[Collective]) -> float:
         return sum(self.hardware.collective(c, self.near(c.axes)) * n for c, n in some.items())
@@ -224,7 +249,7 @@ class _Work:
             settle += self.collectives(self.model.moves(self.sh, key, some, "settle"))
             back += self.collectives(self.model.moves(self.sh, key, some, "return"))
         room = BESIDE * backward
-        return max(0.0, settle - room) + tail + back
+        return max(settle - room, tail) + back  # the last layer has nothing to run beside
 
     def optimizer(self, held: list[Stage]) -> float:
         """Norms, clipping and AdamW in one pass; a state in host memory comes and goes meanwhile, both ways at once."""
