@@ -59,6 +59,8 @@ class PlanConfig:
     """With --mesh: stages on each rank of a pipeline."""
     remat: str = "everything"
     """With --mesh: what layers keep for the backward, as for train."""
+    microbatch_overlap: Literal["none", "pairs", "1f1b"] = "none"
+    """With --mesh or --layout: which microbatches compute while tokens of another one are on their way to experts, as for train."""
     precision: Literal["bf16", "fp32", "fp8-tensorwise", "fp8-rowwise", "fp8-blockwise"] = "bf16"
     """Of products. Parameters are in bf16 with a master copy in fp32, unless it is fp32."""
     grads: Literal["float32", "bfloat16"] = "float32"
@@ -112,7 +114,8 @@ def run(config: PlanConfig) -> int:
         raise UserError(f"--layout {config.layout} and --mesh {config.mesh}: give one of them")
     if config.layout is not None or config.mesh is not None:
         layout = Layout.parse(config.layout) if config.layout is not None else _layout(config)
-        setting = Setting(layout, rows, config.seq, precision, moments, master, config.offload_optimizer)
+        beside = config.microbatch_overlap
+        setting = Setting(layout, rows, config.seq, precision, moments, master, config.offload_optimizer, beside)
         found = estimate(model, setting, cluster)
         if config.json:
             print(report.as_json([found], flags, model))
@@ -120,6 +123,10 @@ def run(config: PlanConfig) -> int:
         print(report.explained(model, found))
         print("\n" + "\n".join(report.honesty(found)) + "\n\n" + report.command(setting, flags))
         return 0
+    if config.microbatch_overlap != "none":
+        raise UserError(
+            f"--microbatch-overlap {config.microbatch_overlap} goes with one layout: add --layout with a line of the table, or leave it out"
+        )
     best = plan(
         model,
         cluster,

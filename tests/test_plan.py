@@ -473,6 +473,29 @@ def test_what_runs_beside_layers_is_not_waited_for_but_at_the_ends():
     assert times(model, s, Cluster(dataclasses.replace(fast, intra=1e8), 2)).exposed["dp"] > L * each[0]
 
 
+def test_exchanges_beside_another_microbatch():
+    """All but those of the microbatch that has none beside it, where computing takes long; the pairs that DualPipe-V joins."""
+    config = dataclasses.replace(CONFIG, layers=8, embed=512, mlp=512, moe=MoE(Routing(experts=4, top_k=2), 512))
+    model, fast = Model(Decoder(config)), dataclasses.replace(hardware("h100"), latency_intra=1e-7)
+    for line, kept in (
+        ("dp=2 ep=2 micro=4", {"pairs": 0.0, "1f1b": 0.25}),
+        ("pp=2,dp=2 ep=2 micro=8 schedule=dualpipev", {"1f1b": None}),
+    ):
+        s = setting(line, rows=32, seq=512)
+        cluster = Cluster(fast, s.layout.world)
+        alone = estimate(model, s, cluster)
+        for way, part in kept.items():
+            found = estimate(model, dataclasses.replace(s, beside=way), cluster)
+            assert f"--microbatch-overlap {way}" in command(found.setting, [])
+            left = found.spent.exposed["ep"] / alone.spent.exposed["ep"]
+            if part is None:  # 2 (8 - 4) + 2 of a rank's 16 forwards are joined, or fewer
+                assert 0.25 < left < 0.75
+            else:
+                assert left == pytest.approx(part, abs=1e-9) and found.memory.kept == 2 * alone.memory.kept
+    with pytest.raises(UserError, match="no experts"):
+        estimate(Decoder(CONFIG), setting("dp=2 micro=2", beside="1f1b"), Cluster(fast, 2))
+
+
 def test_products_in_chunks_hide_their_gathers():
     """All but one chunk's, where products take long; and a product in chunks is slower."""
     config = dataclasses.replace(CONFIG, embed=2048, mlp=4096, heads=16, kv_heads=16)
@@ -501,6 +524,7 @@ def test_what_does_not_fit_says_so():
         ("--model tiny --mesh dp=3 --batch 3 --seq 64", "change either"),
         ("--model tiny --mesh tp=4,dp=2 --batch 4 --seq 64", "6 query heads"),
         ("--gpu missing.toml", "cannot be read"),
+        ("--model tiny --gpus 2 --batch 4 --seq 64 --microbatch-overlap pairs", "goes with one layout"),
         ("--model tiny --gpus 1 --mesh dp=1 --layout dp=1", "give one of them"),
         ("--model tiny --gpus 1 --batch 4 --seq 64 --mesh dp=1 --remat atention", "is no computation"),
         ("--model tiny --gpus 1 --batch 4 --seq 64 --mesh dp=1 --remat attention:host", "leave :host out"),

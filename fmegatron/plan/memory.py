@@ -186,7 +186,10 @@ def _kept(
     each = [parts.of_stage(model, s) for s in stages]
     if not layout.pipelined:
         ((saved, logits, _),) = each
-        return saved, logits, 1
+        two = 1 + (
+            setting.beside != "none" and layout.micro > 1
+        )  # that run by turns; with 1f1b at most, and less on the whole
+        return two * saved, two * logits, two
     name, ranks, virtual = layout.schedule, size(layout, PIPELINE), virtual_of(layout)
     if not exact and name not in SPLIT:
         alive = residuals(name, ranks, layout.micro, virtual, rank)

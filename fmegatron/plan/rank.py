@@ -44,7 +44,8 @@ class Setting:
 
     layout: its `micro` are the microbatches of a rank. rows, seq: of the global batch. moments, master: dtypes of the optimizer's
         state; master None: no copy. parameters, gradients and products are as `precision` says. offload: the optimizer's state rests in
-        host memory.
+        host memory. beside: which microbatches compute while tokens of another one are on their way to experts: "none", "pairs" or
+        "1f1b" (see `fmegatron.accumulate`; of a pipeline the pairs that DualPipe-V joins).
     """
 
     layout: Layout
@@ -54,6 +55,7 @@ class Setting:
     moments: torch.dtype = torch.float32
     master: torch.dtype | None = None
     offload: bool = False
+    beside: str = "none"
 
     @property
     def rank_rows(self) -> int:

@@ -35,9 +35,8 @@ NOT_MODELLED = (
     "kernels make it (--cuda-graph takes the host out of the way; the graph's own memory is not counted)",
     "the host's wait for the numbers of rows of experts, once a layer and direction (dispatch=padded has none)",
     "copies and slow kernels of tensors whose rows are no multiples of 16 bytes, such as with an odd vocabulary, but for their products",
-    "exchanges of experts beside another microbatch (--microbatch-overlap, also of DualPipe-V's pairs): times are those without",
     "activations in host memory (--remat name:host is refused)",
-    "rules of one's own; in the search also products cut for --overlap, hybrid sharding in a pipeline or below ZeRO-3, and stages more "
+    "rules of one's own; in the search also products cut for --overlap, exchanges beside another microbatch, hybrid sharding in a pipeline or below ZeRO-3, and stages more "
     "uneven than with lighter ends (--layout explains such a layout)",
     "uneven loads of experts; data loading, evaluation, checkpoints",
 )
@@ -174,6 +173,7 @@ def command(setting: Setting, model: Sequence[str]) -> str:
         words.append(f"--precision.master {dtype_name(p.params)}")
     words += [f"--fp8 {p.fp8.recipe}"] if p.fp8 is not None else []
     words += ["--offload-optimizer"] if setting.offload else []
+    words += [f"--microbatch-overlap {setting.beside}"] if setting.beside != "none" else []
     return " ".join(words)
 
 

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from fmegatron.accumulate import OVERLAPS
 from fmegatron.axes import PIPELINE
 from fmegatron.errors import UserError
 from fmegatron.job_model import computations
@@ -252,10 +253,30 @@ def estimate(model: Any, setting: Setting, cluster: Cluster) -> Estimate:
         raise UserError(f"layout {layout} has {layout.world} ranks, but there are {cluster.gpus} GPUs: change either")
     if (wrong := illegal(planned, layout, setting.rows, setting.seq)) is not None:
         raise UserError(f"layout {layout} is not legal for this model: {wrong}")
+    if (wrong := _problem_beside(planned, setting)) is not None:
+        raise UserError(f"microbatch overlap {setting.beside} with layout {layout}: {wrong}")
     needed, room = memory(planned, setting), cluster.hardware.memory - cluster.hardware.reserved
     why = _does_not_fit(needed, setting, cluster) if needed.total > room else None
     spent = times(planned, setting, cluster)
     return Estimate(setting, needed, spent, cluster, flops_per_token(planned, setting.seq), why)
+
+
+def _problem_beside(model: Model, setting: Setting) -> str | None:
+    """Why exchanges cannot run beside another microbatch, as `fmegatron train` has it; None if they can, or need not."""
+    layout = setting.layout
+    if setting.beside == "none":
+        return None
+    if setting.beside not in OVERLAPS:
+        return f"use one of {', '.join(OVERLAPS)}"
+    if not model.program.has_experts:
+        return "the model has no experts, whose exchanges it hides: leave it out"
+    if layout.micro == 1:
+        return "there is one microbatch: use two or more"
+    if layout.pipelined and (setting.beside == "pairs" or layout.schedule != "dualpipev"):
+        return (
+            "a pipeline joins forwards and backwards with schedule=dualpipev alone: use 1f1b with that, or leave it out"
+        )
+    return None
 
 
 def flops_per_token(model: Model, seq: int) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,8 @@ from fmegatron.parallel.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
 from fmegatron.parallel.stages import Stage
 from fmegatron.plan.hardware import Hardware
 from fmegatron.plan.memory import of_layer, of_stages, state_bytes
-from fmegatron.plan.rank import SPLIT, Model, Setting, of_ranks, placement, size
+from fmegatron.plan.rank import SPLIT, Model, Setting, of_ranks, placement, size, virtual_of
+from fmegatron.plan.residuals import fewer, schedule_of
 from fmegatron.plan.tracing import Work
 from fmegatron.plan.waiting import Seconds, bubble
 from fmegatron.recording import Collective
@@ -102,6 +103,8 @@ def times(
                 slowest, most = r, spent.total
     found = Spent()
     found.add(per_rank[tuple(id(each[n]) for n in held[slowest])], micro)
+    if setting.beside != "none":
+        found.exposed["ep"] -= hidden(setting, slowest, [each[n] for n in held[slowest]])
     message = 0.0
     if ranks > 1:
         far = cluster.gpus // ranks >= cluster.hardware.node or ranks * sh_world(sh) > cluster.hardware.node
@@ -113,6 +116,37 @@ def times(
     back = sum(t for n in held[slowest] for part, t in seconds[n].items() if part != FORWARD)
     found.exposed["dp"] += work.reduction(own, back)
     found.optimizer = work.optimizer(own)
+    return found
+
+
+def hidden(setting: Setting, rank: int, stages: Sequence[Mapping[str, Spent]]) -> float:
+    """How much of the exchanges of experts runs beside another microbatch's computing. stages: of a rank, what a microbatch takes.
+
+    Those of a forward under the backward that runs by turns with it and the other way round, in all pairs that there are: of
+    neighbouring microbatches, or of a schedule that joins them. "pairs": of a forward under another forward, a backward under a backward.
+    """
+    layout, micro = setting.layout, setting.layout.micro
+    back = [s[BACKWARD] if BACKWARD in s else _sum(s[INPUT], s[WEIGHT]) for s in stages]
+    there = _sum(*(s[FORWARD] for s in stages)), _sum(*back)
+    if setting.beside == "pairs":
+        return (micro - micro % 2) * sum(_beside(x, x) for x in there)
+    pairs = float(micro - 1)
+    if layout.pipelined:  # each is of one stage of the rank
+        few = fewer(layout.schedule, size(layout, PIPELINE), micro)
+        table = schedule_of(layout.schedule, size(layout, PIPELINE), few, virtual_of(layout))
+        pairs = sum(a.joined for a in table.programs[rank]) / len(stages) + micro - few
+    return pairs * (_beside(there[0], there[1]) + _beside(there[1], there[0]))
+
+
+def _beside(one: Spent, other: Spent) -> float:
+    """What of one's exchanges fits beside the other's computing."""
+    return min(one.exposed.get("ep", 0.0), BESIDE * (other.products + other.attention + other.memory_bound))
+
+
+def _sum(*some: Spent) -> Spent:
+    found = Spent()
+    for one in some:
+        found.add(one)
     return found
 
 
