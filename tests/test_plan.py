@@ -206,9 +206,10 @@ PREDICTING = dataclasses.replace(CONFIG, layers=2, mtp=2, tied=True)
 OTHERS = (
     ("tp=2,dp=2 ep=4", EVEN),
     ("dp=2,tp=2 sp ep=4 zero=1 micro=2", EVEN),
-    ("dp=2 zero=3", PREDICTING),
+    ("dp=2 zero=2 micro=2", PREDICTING),
 )
 MORE = (
+    ("dp=2 zero=3", PREDICTING),
     ("dp=4 ep=4", EVEN),
     ("dp=2,tp=2 ep=2 etp=2 zero=3", EVEN),
     ("dp=2,cp=2 ep=2 context=ring zero=2 micro=2", EVEN),
