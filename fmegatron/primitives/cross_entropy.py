@@ -108,7 +108,7 @@ def linear_cross_entropy(
             w, filling = _filled(w, filling, more, rows)
         args = x, w, held, filling, logits, rows, chunk, *form, kept, fast
         lse, target, _ = apply_function(_LinearStatistics, *args)
-        return lse, target
+        return lse.view(labels.shape), target.view(labels.shape)
 
     sides = "batch seq embed | vocab", side
     return _loss(local, (x, w), sides, labels, vocab, ignore_index, z_loss, sh, vocab_size)
@@ -317,7 +317,7 @@ class _Statistics(Function):
 
 class _LinearStatistics(Function):
     """(x[... embed], w, labels[...], filling or None, logits[token vocab] or None, w is [vocab embed]?, chunk, cap,
-    label_share, every_share, keep, fast) -> (lse, target, both [...]; probabilities[token vocab] if they are kept,
+    label_share, every_share, keep, fast) -> (lse, target, both [token]; probabilities[token vocab] if they are kept,
     else empty).
 
     logits: stands for x w, without data; it gets a gradient, so that w's can be made of it later.
@@ -328,8 +328,7 @@ class _LinearStatistics(Function):
     def forward(
         x: Tensor, w: Tensor, labels: Tensor, filling: Tensor | None, logits: Tensor | None, *options: Any
     ) -> Any:
-        lse, target, kept = _linear_statistics_op(x.flatten(0, -2), w, labels.flatten(), filling, *options)
-        return lse.view(labels.shape), target.view(labels.shape), kept
+        return _linear_statistics_op(x.flatten(0, -2), w, labels.flatten(), filling, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -346,8 +345,7 @@ class _LinearStatistics(Function):
         x, w, labels, filling, lse, target, kept = ctx.saved_tensors
         *options, keep, fast = ctx.options
         shape, x = x.shape, x.flatten(0, -2)
-        rows: list[Any] = [t if t is None else t.flatten() for t in (labels, lse, target, g_lse, g_target)]
-        labels, lse, target, g_lse, g_target = rows
+        labels = labels.flatten()
         args = x, w, labels, filling, g_lse, g_target
         g = None
         if need_logits:
