@@ -87,8 +87,8 @@ def sharded_store(sh: Sharding, spec: Mapping[int, Any]) -> Store:
 
     def use(values: Any, index: int) -> Any:
         if sh.mesh is None:
-            pairs = zip(leaves(values), leaves(spec[index]), strict=True)
-            if all(not is_float(t) or t.dtype == sh.compute_dtype(p) for t, p in pairs):
+            usual, pairs = sh.precision.compute_dtype, zip(leaves(values), leaves(spec[index]), strict=True)
+            if all([t.dtype == (p.dtype or usual) for t, p in pairs if is_float(t)]):
                 return values
         return tree_map(lambda t, param: sh.use(t, param) if is_float(t) else t, values, spec[index])
 

@@ -376,7 +376,7 @@ def _turn(
     back: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Each x[batch seq ... head], but for None, turned by the table's angles, or back."""
-    found = []
+    found, in_place = [], may_overwrite()
     for x in xs:
         if x is None:
             continue
@@ -386,7 +386,7 @@ def _turn(
         part = cast(x if rest is None else x[..., :turned], c.dtype)
         # the other of each pair
         y = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else part.roll(turned // 2, -1)
-        y = y.mul_(s).addcmul_(part, c) if may_overwrite() else y * s + part * c
+        y = y.mul_(s).addcmul_(part, c) if in_place else y * s + part * c
         y = cast(y, x.dtype)
         found.append(y if rest is None else torch.cat([y, rest], -1))
     return tuple(found)
