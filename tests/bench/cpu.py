@@ -27,7 +27,7 @@ in a step, whose code does not stay in the cache; Python calls 1250 functions of
 
 A norm, a turn, an attention and a loss are nodes of our own for what they keep (a norm its input and one number a row,
 a turn its table alone, a loss no logits), for second derivatives, and for torch.func: 12 of them, each some 15 µs more
-than one of torch's. Backward is no slower than the peer's but for them; forward is where Python is.
+than one of torch's. Of the 1330 µs above the peer's, forward has 600, backward 340, and what is around them 390.
 """
 
 from __future__ import annotations
