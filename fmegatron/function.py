@@ -16,8 +16,11 @@ def under_torch_func() -> bool:
 
 
 def readable(x: Any) -> bool:
-    """May the host read the value of x without waiting? (A plain tensor on the CPU, in eager code outside of torch.func.)"""
-    return type(x) is torch.Tensor and x.is_cpu and not (torch.compiler.is_compiling() or under_torch_func())
+    """May the host read the value of x without waiting? (A plain tensor on the CPU, in eager code outside of torch.func,
+    where no mode watches what is run.)"""
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or not x.is_cpu:
+        return False
+    return not (under_torch_func() or torch._C._len_torch_dispatch_stack())
 
 
 def apply_function(cls: type[Function], *args: Any) -> Any:

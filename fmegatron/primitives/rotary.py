@@ -210,7 +210,7 @@ def rotary_table(
         raise UserError(f"rotary_table(dim={dim}): features are turned in pairs, so dim must be even and positive")
     n = positions.shape[-1]
     keep = in_order and n * dim <= KEPT_ELEMENTS and type(scaling).__hash__ is not None
-    if keep and readable(positions) and not torch._C._len_torch_dispatch_stack():
+    if keep and readable(positions):
         return _kept_table(n, dim, base, scaling, length, dtype)
     return _table(positions, dim, base, scaling, length, dtype)
 
@@ -399,7 +399,7 @@ def _for_pairs(
     head. All layers turn by one table, which therefore keeps them, as an attribute of the tensor."""
     key = interleaved, between, back
     forms: dict[Any, Any] = {}
-    keeps = readable(cos) and not (cos.is_inference() or sin.is_inference() or torch._C._len_torch_dispatch_stack())
+    keeps = readable(cos) and not (cos.is_inference() or sin.is_inference())
     if keeps:
         versions = cos._version, sin._version
         known = getattr(cos, "_forms", None)
