@@ -301,7 +301,7 @@ class _Reduced:
 
 def reciprocal(w: Any) -> Any:
     """1 ÷ w, in float64; 0 for a weight of 0."""
-    if readable(w):
+    if readable(w) and not w.dim():
         w = float(w)
     if not is_tensor(w):
         return 1.0 / w if w else 0.0
@@ -311,9 +311,10 @@ def reciprocal(w: Any) -> Any:
 
 def summed(items: torch.Tensor, dims: str, sh: Sharding) -> torch.Tensor:
     """The sum of items over all ranks and dims, or all dims but those behind an arrow in `dims`; bools are counted."""
-    if items.dtype == torch.bool and sh.mesh is not None:  # (torch's own sum counts them as well)
+    alone = not dims and not items.dim()
+    if items.dtype == torch.bool and (alone or sh.mesh is not None):  # (torch's own sum counts them as well)
         items = items.long()
-    if not dims and not items.dim():
+    if alone:
         return items
     return sh.sum(items, dims if "->" in dims else f"{dims} ->")
 
