@@ -293,7 +293,7 @@ LOSS = (
         (
             f"{COLLECTIVES}:all_reduce",
             "return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, mesh.group(axes)))",
-            "return x.copy_(functional.wait_tensor(functional.all_reduce(x.contiguous(), op, mesh.group(axes))))",
+            "x.data.copy_(functional.wait_tensor(functional.all_reduce(x.contiguous(), op, mesh.group(axes))))\n    return x",
         ),
         (
             f"{SHARDING}:Sharding.max",
