@@ -2,8 +2,7 @@
 
     results = processes(4).run(function, *args)        # function(*args) on every rank; its results by rank
 
-Process groups that a call makes, those of its meshes among them, end when the next one begins. The function is found by its
-module and name in the workers, so it must live at the top of a module.
+The function is found by its module and name in the workers, so it must live at the top of a module.
 """
 
 from __future__ import annotations
@@ -26,12 +25,18 @@ from typing import Any
 
 GRACE = 5.0  # seconds that other ranks get behind one that failed; they may wait for it in a collective
 KILLED = "the process was killed by"
+# Process groups of a rank, each of which has a gloo thread that wakes a hundred times a second, used or not: where there
+# are more the next call gets new processes.
+MOST_GROUPS = 16
+
 _pools: dict[int, Pool] = {}
 
 
 def processes(world: int) -> Pool:
     """The pool of this many ranks, started at first use."""
     pool = _pools.get(world)
+    if pool is not None and pool.groups > MOST_GROUPS:
+        pool.close()
     if pool is None or not pool.alive():
         pool = _pools[world] = Pool(world)
     return pool
@@ -46,6 +51,7 @@ class Pool:
         self.folder = tempfile.mkdtemp(prefix="fmegatron-ranks-")
         self.pipes: list[Any] = []
         self.workers: list[Any] = []
+        self.groups = 0  # most process groups of a rank
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         for rank in range(world):
             mine, theirs = context.Pipe()
@@ -78,7 +84,9 @@ class Pool:
             for pipe in ready:
                 rank = waiting[pipe]
                 try:
-                    found[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    *answer, groups = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    found[rank] = tuple(answer)
+                    self.groups = max(self.groups, groups)
                 except (EOFError, OSError):
                     found[rank] = (False, self._ended(rank))
                 if not found[rank][0]:
@@ -131,14 +139,11 @@ def _context() -> Any:
     return context
 
 
-def _end_groups(kept: set[Any]) -> None:
-    """Ends the process groups that are none of these. Each has a gloo thread that wakes a hundred times a second, used or
-    not; with those of many calls nothing else would get a processor."""
-    from torch.distributed import destroy_process_group
-    from torch.distributed.distributed_c10d import _world
+def _groups() -> int:
+    """How many process groups this process has."""
+    from torch.distributed import distributed_c10d
 
-    for group in [g for g in _world.pg_map if g not in kept]:
-        destroy_process_group(group)
+    return len(distributed_c10d._world.pg_map)
 
 
 def _serve(rank: int, world: int, folder: str, path: list[str], pipe: Any) -> None:
@@ -149,13 +154,12 @@ def _serve(rank: int, world: int, folder: str, path: list[str], pipe: Any) -> No
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    kept = {*dist.distributed_c10d._world.pg_map}
     while (call := pickle.loads(pipe.recv_bytes())) is not None:
         module, name, args = call
-        _end_groups(kept)  # of the call before: now every rank has done with them
         try:
-            answer = pickle.dumps((True, getattr(importlib.import_module(module), name)(*args)))
+            found = True, getattr(importlib.import_module(module), name)(*args)
+            answer = pickle.dumps((*found, _groups()))
         except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
+            answer = pickle.dumps((False, traceback.format_exc(), _groups()))
         pipe.send_bytes(answer)
     dist.destroy_process_group()
