@@ -145,8 +145,9 @@ def test_real_processes_agree(axes, sp, store, save):
     ("axes", "save"),
     [
         (None, "everything"),
-        ("dp=1,cp=1,tp=1", "nothing"),
-        pytest.param("dp=1,cp=1,tp=1", "attention", marks=pytest.mark.slow),  # (as the stages of a pipeline have it)
+        # (as the ledger, and the stages of a pipeline, have them)
+        pytest.param("dp=1,cp=1,tp=1", "nothing", marks=pytest.mark.slow),
+        pytest.param("dp=1,cp=1,tp=1", "attention", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_blocks_compute_the_same(axes, save):

@@ -1,5 +1,7 @@
 """The harness: layouts as lines, what is drawn, what is compared, and the collectives that are counted."""
 
+import itertools
+
 import hypothesis
 import pytest
 import torch
@@ -275,13 +277,18 @@ def test_models_that_are_not_there():
         compare(find_model("math:pi"), "dp=1")
 
 
+@pytest.mark.slow
+def test_more_layouts_are_drawn_beside_those():
+    assert len({str(c.layout) for c in space(variants("llama"), 8).cases(60, 0)}) >= 60
+
+
 def test_few_layouts_have_every_pair_of_options():
     legal = space(variants("llama"), 8)
     cases, every = list(legal.cases(1, 0)), legal.pairs()
     assert set().union(*(pairs_of(legal.features(c)) for c in cases)) >= every
     assert sum(bool(c.layout.rules) for c in cases) >= 3 and any(c.layout.mask == "none" for c in cases)
-    assert len(cases) < 52 and cases == list(legal.cases(1, 0)) and cases != list(legal.cases(1, 1))
-    assert len({str(c.layout) for c in legal.cases(60, 0)}) >= 60
+    first = [list(itertools.islice(legal.cases(1, seed), 4)) for seed in (0, 1)]
+    assert len(cases) < 52 and cases[:4] == first[0] != first[1]
     for case in cases:
         assert Program(find_model(case.model)).why_illegal(case.layout) is None
 
