@@ -40,9 +40,12 @@ def find() -> bool:
 INSTALLED = find()
 
 
-@torch.compiler.assume_constant_result
 def _on_hopper(index: int | None) -> bool:
     return _capability(index)[0] == 9
+
+
+# What torch.compiler.assume_constant_result does; calling that imports the compiler, which takes a second.
+_on_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
