@@ -687,11 +687,13 @@ class Decoder:
         """May the gated MLP be one primitive? Where it has a kernel, and nobody asks for one of its products: no transform,
         no precision of its own, no bias, no sum over ranks between."""
         sh = ctx.sh
-        if sh.check is not None or sh.precision.fp8 is not None or sh.axes(mlp) or sh.axes("seq*") != sh.axes("seq"):
+        if sh.check is not None or sh.precision.fp8 is not None or sh.axes("seq*") != sh.axes("seq"):
+            return False
+        if any(sh.axes(dim) for dim in ("embed", "gated", mlp)):
             return False
         if any(f"{name}_bias" in p for name in (gate_up, down)) or (sh.tape and sh.tape.wants(gate_up, down)):
             return False
-        return has_kernel(x, p[gate_up], self.config.activation, kernel=self.kernel)
+        return has_kernel(x, p[gate_up], p[down], self.config.activation, kernel=self.kernel)
 
     def _norm(self, p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
         """The norm of this name, if the family has it."""

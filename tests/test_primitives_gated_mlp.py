@@ -9,12 +9,15 @@ from torch.nn import functional
 from fmegatron import tree
 from fmegatron.accumulate import accumulate
 from fmegatron.context import Ctx
+from fmegatron.errors import UserError
 from fmegatron.kernels import quack
+from fmegatron.mesh import make_mesh
 from fmegatron.models import Decoder
 from fmegatron.precision import Precision
 from fmegatron.primitives import gated_mlp, has_kernel
 from fmegatron.random import key
 from fmegatron.remat import names
+from fmegatron.rules import Rules
 from fmegatron.sharding import Sharding
 from fmegatron.spec import init
 from fmegatron.split import everything
@@ -100,6 +103,27 @@ def test_a_decoder_has_it_where_nobody_asks_for_a_product(stand_in):
             torch.testing.assert_close(g, tree.named(first)[path], rtol=1e-9, atol=1e-13, msg=path)
 
 
+@pytest.mark.parametrize("row", [{"embed": "tp"}, {"mlp": "tp"}, {"gated": "tp"}, {"seq*": "tp"}, {"batch": "tp"}])
+def test_products_stay_apart_where_ranks_hold_parts_of_what_is_summed(stand_in, row):
+    """Whatever the rules of the user are. Rows of the batch alone leave each rank whole products."""
+    model = Decoder(dataclasses.replace(MESHY, fused_gate_up=True))
+    rows = {**dict.fromkeys(("batch", "seq", "embed", "gated", "mlp")), **row}
+    rules = Rules(rows, activations=(*Rules.activations, "gated", "mlp", "embed"))
+    sh = Sharding(make_mesh("tp=2", abstract=True), rules, precision=Precision(params=torch.float64))
+    p = {"gate_up": torch.zeros(16, 2, 24), "down": torch.zeros(24, 16)}
+    found = model._one_kernel(p, torch.zeros(2, 4, 16), Ctx(sh=sh), "gate_up", "down", "mlp")
+    assert found == ("batch" in row)
+
+
+def test_bad_input():
+    x, gate_up, down = draw((2, 6), (6, 2, 8), (8, 6))
+    with pytest.raises(UserError, match="activation='relu'.*swiglu, geglu, geglu_tanh"):
+        gated_mlp(x, gate_up, down, activation="relu")
+    for wrong in ((x, gate_up[:5], down), (x, gate_up[:, :1], down), (x, gate_up, down[:7])):
+        with pytest.raises(UserError, match="gated_mlp: x .* disagree"):
+            gated_mlp(*wrong)
+
+
 needs_hopper = pytest.mark.skipif(
     not (quack.INSTALLED and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9),
     reason="needs a Hopper GPU and quack-kernels",
@@ -116,7 +140,7 @@ def test_against_float64(activation, compiled):
         t.detach().mul(t.shape[0] ** -0.5 if i else 1).bfloat16().double().requires_grad_() for i, t in enumerate(exact)
     ]
     args = [t.detach().bfloat16().requires_grad_() for t in exact]
-    assert has_kernel(args[0], args[1], activation)
+    assert has_kernel(*args, activation)
     f = torch.compile(gated_mlp, fullgraph=True) if compiled else gated_mlp
     got, want = f(*args, activation=activation), by_definition(*exact, activation)
     g = torch.randn_like(got)

@@ -1,6 +1,6 @@
 """The sum of squares of many tensors, each read once: a launch takes all of one dtype, found by a table of addresses as in
-`adam`. (torch's multi-tensor norm cuts them into launches of a few hundred small programs, which leave an H200 idle for two
-thirds of the time.)"""
+`adam`. (On an H200 two norms of 1.2 billion bfloat16 elements take 1.1 ms so, and 2.1 by torch's multi-tensor norm, which cuts them
+into 58 launches each.)"""
 
 from __future__ import annotations
 

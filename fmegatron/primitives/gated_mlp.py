@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fmegatron.errors import UserError
 from fmegatron.function import apply_function, under_torch_func
 from fmegatron.kernels import quack
 from fmegatron.primitives._function import graph_wanted, operator
@@ -16,12 +17,12 @@ from fmegatron.primitives.activation import _gated
 KINDS = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 
 
-def has_kernel(x: Tensor, gate_up: Tensor, activation: str, *, kernel: str = "auto") -> bool:
+def has_kernel(x: Tensor, gate_up: Tensor, down: Tensor, activation: str, *, kernel: str = "auto") -> bool:
     """Would `gated_mlp` of these run its activation inside its products? (Where not, products and activation are better
     called one by one: they can then be cut, saved and named.)"""
     if kernel != "auto" or activation not in KINDS or type(x) is not torch.Tensor or under_torch_func():
         return False
-    return x.dtype == gate_up.dtype and quack.takes(x, KINDS[activation], gate_up.shape[-1])
+    return x.dtype == gate_up.dtype == down.dtype and quack.takes(x, KINDS[activation], gate_up.shape[-1])
 
 
 def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, *, activation: str = "swiglu", kernel: str = "auto") -> Tensor:
@@ -31,8 +32,18 @@ def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, *, activation: str = "sw
     kernel: "torch" or "triton": products one by one, and the activation between as `swiglu` has it. "auto": where
         `has_kernel` says so, quack-kernels' products, which keep x and the first product for backward (and not what comes
         of the activation).
+
+    Raises UserError for another activation, and for shapes that disagree.
     """
-    if has_kernel(x, gate_up, activation, kernel=kernel):
+    if activation not in KINDS:
+        raise UserError(f"gated_mlp(activation={activation!r}): use one of {', '.join(KINDS)}")
+    embed, hidden = x.shape[-1], gate_up.shape[-1]
+    if gate_up.shape != (embed, 2, hidden) or down.ndim != 2 or down.shape[0] != hidden:
+        raise UserError(
+            f"gated_mlp: x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} disagree: give "
+            "x[… embed], gate_up[embed 2 mlp] and down[mlp embed]"
+        )
+    if has_kernel(x, gate_up, down, activation, kernel=kernel):
         return apply_function(_GatedMlp, x, gate_up, down, KINDS[activation])[0]
     return _one_by_one(x, gate_up, down, KINDS[activation], kernel)
 
