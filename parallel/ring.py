@@ -27,6 +27,7 @@ from torch.autograd import Function
 from fmegatron.collectives import begin_exchange, ring_places
 from fmegatron.errors import ShardingError
 from fmegatron.mesh import Mesh
+from fmegatron.operators import custom_operator
 from fmegatron.primitives._function import graph_wanted, wide
 from fmegatron.primitives.attention.blocks import finite
 from fmegatron.primitives.attention.sinks import sinks_gradient, with_sinks
@@ -414,7 +415,7 @@ class RingAttention(Function):
 # Operators, so that compiled code sees one operation. (A simulation would run them rank by rank, without exchanges.)
 
 
-@torch.library.custom_op("fmegatron::ring_attention", mutates_args=())
+@custom_operator("fmegatron::ring_attention")
 def _ring_attention(
     q: Tensor,
     k: Tensor,
@@ -435,7 +436,7 @@ def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
-@torch.library.custom_op("fmegatron::ring_attention_backward", mutates_args=())
+@custom_operator("fmegatron::ring_attention_backward")
 def _ring_attention_backward(
     q: Tensor,
     k: Tensor,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fmegatron.fp8.policy import BLOCK
 from fmegatron.function import under_torch_func
+from fmegatron.operators import custom_operator
 
 Pair = tuple[Tensor, Tensor]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -161,7 +162,7 @@ def _blocks(
     return triton_kernels.cast_blocks(x, dtype, tile, straight, turned, lower)
 
 
-@torch.library.custom_op("fmegatron::fp8_largest", mutates_args=())
+@custom_operator("fmegatron::fp8_largest")
 def fp8_largest(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
     """`largest`, or with neither `largest_of_all`, by Triton; an empty tensor for what is not wanted."""
     return _largest(x, rows, columns)
@@ -175,7 +176,7 @@ def _(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
     return new(x.shape[0] if rows else 0), new(x.shape[1] if columns else 0)
 
 
-@torch.library.custom_op("fmegatron::fp8_cast", mutates_args=())
+@custom_operator("fmegatron::fp8_cast")
 def fp8_cast(
     x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype, straight: bool, turned: bool, note: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,7 +196,7 @@ def _(
     )
 
 
-@torch.library.custom_op("fmegatron::fp8_cast_blocks", mutates_args=())
+@custom_operator("fmegatron::fp8_cast_blocks")
 def fp8_cast_blocks(
     x: Tensor, dtype: torch.dtype, tile: bool, straight: bool, turned: bool, lower: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from fmegatron.fp8.cast import Operand, dequantised
 from fmegatron.fp8.kernels import BLOCK, laid_out
+from fmegatron.operators import custom_operator
 
 
 def multiply(a: Operand, b: Operand, dtype: torch.dtype, *, native: bool, fast: bool = False) -> Tensor:
@@ -32,7 +33,7 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, *, native: bool, fast: 
     return multiply_blocks(a.data, a.scale, b.data, b.scale, dtype)
 
 
-@torch.library.custom_op("fmegatron::fp8_multiply_blocks", mutates_args=())
+@custom_operator("fmegatron::fp8_multiply_blocks")
 def multiply_blocks(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """The product of operands with scales of blocks: an operation of its own because torch, while it traces, refuses such
     scales of torch._scaled_mm."""

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import Function
 
 from fmegatron.function import under_torch_func
+from fmegatron.operators import custom_operator
 
 
 def graph_wanted() -> bool:
@@ -28,27 +29,20 @@ def may_overwrite() -> bool:
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function of tensors an operator of torch, so that compiled code and simulation see one operation:
-
-        @operator("fmegatron::attention")
-        def _attention(q: Tensor, …) -> tuple[Tensor, Tensor]: …
-
-    The result is called like the function, and has `register_fake`. Where nobody looks (eager, plain tensors with data) it is the
-    function itself: on the way through the dispatcher torch.library takes 50 µs of the host a call, and seconds for the
-    first one, which imports the compiler.
-    """
+    """`custom_operator` where somebody looks (compiled code, simulation, tracing, torch.func); in eager code with plain
+    tensors that hold data the function itself: the way through the dispatcher and back into Python costs time of the
+    host."""
 
     def made(body: Callable[..., Any]) -> Any:
-        definition = torch.library.custom_op(name, mutates_args=())(body)
-        packet = getattr(torch.ops.fmegatron, name.split("::")[1])
+        through_dispatcher = custom_operator(name)(body)
 
         def call(*args: Any) -> Any:
             x = args[0]
             if type(x) is not torch.Tensor or x.is_meta or torch.compiler.is_compiling() or under_torch_func():
-                return packet(*args)
+                return through_dispatcher(*args)
             return body(*args)
 
-        call.register_fake = definition.register_fake  # type: ignore[attr-defined]
+        call.register_fake = through_dispatcher.register_fake  # type: ignore[attr-defined]
         call.__wrapped__ = body  # type: ignore[attr-defined]
         return call
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function
 from fmegatron.kernels import chosen
+from fmegatron.operators import custom_operator
 from fmegatron.primitives._function import graph_wanted, may_overwrite, wide
 
 
@@ -215,7 +216,7 @@ def _pair_gradient(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: 
 # Operators, so that compiled code calls the kernels.
 
 
-@torch.library.custom_op("fmegatron::gated", mutates_args=())
+@custom_operator("fmegatron::gated")
 def _gated_op(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     return _by_kernel(gate, up, kind)
 
@@ -225,7 +226,7 @@ def _(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("fmegatron::gated_backward", mutates_args=())
+@custom_operator("fmegatron::gated_backward")
 def _gated_backward_op(
     g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,7 +238,7 @@ def _(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str) -> tuple
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("fmegatron::gated_pair_backward", mutates_args=())
+@custom_operator("fmegatron::gated_pair_backward")
 def _gated_pair_backward_op(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     return _pair_gradient(g, gate, up, kind)
 

@@ -15,6 +15,7 @@ from fmegatron.errors import UserError
 from fmegatron.function import apply_function, under_torch_func
 from fmegatron.kernels import chosen
 from fmegatron.mesh import Mesh
+from fmegatron.operators import custom_operator
 from fmegatron.primitives._function import cast, global_size, graph_wanted, may_overwrite, sharded, wide
 
 
@@ -456,7 +457,7 @@ class _NormByKernel(Function):
 # Operators, so that compiled code calls the kernels; an empty tensor stands for what there is not.
 
 
-@torch.library.custom_op("fmegatron::norm", mutates_args=())
+@custom_operator("fmegatron::norm")
 def _norm_op(
     x: torch.Tensor,
     y: torch.Tensor | None,
@@ -481,7 +482,7 @@ def _(x: torch.Tensor, y: torch.Tensor | None, *rest: Any) -> tuple[torch.Tensor
     return total, out, mean, scale
 
 
-@torch.library.custom_op("fmegatron::norm_backward", mutates_args=())
+@custom_operator("fmegatron::norm_backward")
 def _norm_backward_op(
     g: torch.Tensor,
     g_total: torch.Tensor | None,

@@ -21,6 +21,7 @@ from torch.autograd import Function
 from fmegatron.errors import UserError
 from fmegatron.function import apply_function, readable
 from fmegatron.kernels import chosen
+from fmegatron.operators import custom_operator
 from fmegatron.primitives._function import cast, graph_wanted, may_overwrite, operator, wide
 
 KEPT_ELEMENTS = 1 << 18  # of a table that is kept from one call to the next
@@ -472,7 +473,7 @@ def _turned(
     return tuple(rotary.turn(xs, cos, sin, interleaved=interleaved, back=back))
 
 
-@torch.library.custom_op("fmegatron::turn", mutates_args=())
+@custom_operator("fmegatron::turn")
 def _turn_op(
     xs: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, back: bool
 ) -> list[torch.Tensor]:
