@@ -223,7 +223,7 @@ class PrecisionConfig:
     stochastic_rounding: bool = False
     """Round what the optimizer writes in bfloat16 (parameters, moments) up or down by chance, in place of a copy."""
     loss_scale: float | Literal["dynamic"] | None = None
-    """With float16: dynamic, or a fixed number; None: dynamic where products or parameters are in float16."""
+    """With float16: dynamic, or a fixed number; None: dynamic where products, parameters or sums of gradients are in float16."""
     loss_scale_initial: float = 65536.0
     """First dynamic loss scale."""
     loss_scale_window: int = 1000

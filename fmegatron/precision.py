@@ -53,7 +53,7 @@ class Precision:
     fp8: how products with weights run in fp8; None: in `compute`.
 
     Whatever compute is, norms' statistics, softmax and the cross-entropy are in fp32, and so is the loss. With fp16,
-    most gradients of activations are too small for the format: give `train_step` a loss scale.
+    most gradients are too small for the format: give `train_step` a loss scale (`needs_loss_scale`).
     """
 
     params: torch.dtype = torch.float32
@@ -73,7 +73,7 @@ class Precision:
             )
         if self.wire == torch.float16 and not self.needs_loss_scale:
             raise UserError(
-                "wire=float16 is for fp16 products, whose loss scale keeps gradients in its range: use bfloat16"
+                "wire=float16 is for fp16 products or sums, whose loss scale keeps gradients in its range: use bfloat16"
             )
 
     @property
@@ -82,8 +82,9 @@ class Precision:
 
     @property
     def needs_loss_scale(self) -> bool:
-        """Do gradients pass through fp16, where without a loss scale most of them are zeros?"""
-        return torch.float16 in (self.params, self.compute_dtype)
+        """Do gradients pass through fp16, in a product, at rest, or in their sums over ranks and microbatches? Without a
+        loss scale most of them are zeros there, and one that overflows ends the run."""
+        return torch.float16 in (self.params, self.compute_dtype, self.reduce_dtype)
 
     @property
     def reduce_dtype(self) -> torch.dtype:

@@ -340,6 +340,12 @@ def test_a_loss_in_fp16_meets_no_factor_that_fp16_cannot_hold():
     _, grads = accumulate(loss, 2, weights=weights)(half, batch, narrow, loss_scale=65536.0)
     assert grads["w"] == 4 * 2.0**-26 and grads["w"].dtype is torch.float32  # divided by the scale behind fp16
 
+    # products in float32 of which only sums are in fp16 need the scale as well
+    for scale, kept in ((1.0, 0), (65536.0, 1)):
+        sums = Ctx(sh=Sharding(precision=Precision(reduce=torch.float16)))
+        (_, _), grads = accumulate(loss, 2, weights=weights)(params, batch, sums, loss_scale=scale)
+        assert grads["w"] == kept * 4 * 2.0**-26
+
 
 def test_inside_torch_func_nothing_is_skipped():
     policy = dynamic_loss_scale(2.0**10)

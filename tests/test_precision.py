@@ -42,6 +42,7 @@ def test_names_of_dtypes():
         Precision(compute=torch.float16).reduce_dtype is Precision(params=torch.float16).reduce_dtype is torch.float32
     )
     assert Precision(compute=torch.float16).needs_loss_scale and Precision(params=torch.float16).needs_loss_scale
+    assert Precision(reduce=torch.float16).needs_loss_scale  # gradients overflow in sums as well
     assert not Precision(params=torch.bfloat16, compute=torch.float32).needs_loss_scale
 
 
