@@ -350,23 +350,10 @@ class _Update:
             self.optimizer = self._default()
 
     def _default(self) -> Any:
-        package = importlib.import_module("megatron.core.optimizer")
         distributed = importlib.import_module("megatron.core.distributed")
         if not hasattr(self.model, "ddp_config"):  # it only asks how gradients are held
             self.model.ddp_config = distributed.DistributedDataParallelConfig()
-        dtype = self.trained[0].dtype
-        config = package.OptimizerConfig(
-            optimizer="adam",
-            lr=ADAMW["lr"],
-            weight_decay=ADAMW["weight_decay"],
-            adam_beta1=ADAMW["betas"][0],
-            adam_beta2=ADAMW["betas"][1],
-            adam_eps=ADAMW["eps"],
-            clip_grad=CLIP,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-        )
-        return package.get_megatron_optimizer(config, [self.model])
+        return megatron_optimizer(self.model, self.trained[0].dtype)
 
     def __call__(self) -> None:
         """One update by the gradients at hand, which are dropped."""
@@ -392,6 +379,25 @@ class _Update:
         self.optimizer.step()
         for p in self.trained:
             p.decoupled_grad = None
+
+
+def megatron_optimizer(model: Any, dtype: torch.dtype, **options: Any) -> Any:
+    """Megatron-core's own optimizer for parameters of this dtype, with the settings of all contenders; options: further
+    ones of its OptimizerConfig."""
+    package = importlib.import_module("megatron.core.optimizer")
+    config = package.OptimizerConfig(
+        optimizer="adam",
+        lr=ADAMW["lr"],
+        weight_decay=ADAMW["weight_decay"],
+        adam_beta1=ADAMW["betas"][0],
+        adam_beta2=ADAMW["betas"][1],
+        adam_eps=ADAMW["eps"],
+        clip_grad=CLIP,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        **options,
+    )
+    return package.get_megatron_optimizer(config, [model])
 
 
 def _with_buffers(model: Any) -> Any:

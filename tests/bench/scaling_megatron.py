@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmegatron.bench import peers_megatron as peers
-from fmegatron.bench.ours import ADAMW, CLIP, tokens_of
+from fmegatron.bench.ours import tokens_of
 from fmegatron.bench.works import Work
 from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.precision import Precision
@@ -85,7 +85,9 @@ def _on_gpus(item: Item, work: Work, device: torch.device) -> Contender:
 
     def prepare() -> None:
         update.append(
-            _distributed_optimizer(model) if split else peers._Update(model, trained, device, optimizer="fused")
+            peers.megatron_optimizer(model, torch.bfloat16, use_distributed_optimizer=True)
+            if split
+            else peers._Update(model, trained, device, optimizer="fused")
         )
         if not split:
             update[0].prepare()
@@ -103,20 +105,3 @@ def _on_gpus(item: Item, work: Work, device: torch.device) -> Contender:
     kind = "distributed optimizer, float32 copies" if split else "Transformer Engine's FusedAdam"
     notes = f"{peers._versions(device)}; gradients in bf16; {kind}"
     return Contender(backward, step, prepare, notes, mean=split)
-
-
-def _distributed_optimizer(model: Any) -> Any:
-    package = importlib.import_module("megatron.core.optimizer")
-    config = package.OptimizerConfig(
-        optimizer="adam",
-        lr=ADAMW["lr"],
-        weight_decay=ADAMW["weight_decay"],
-        adam_beta1=ADAMW["betas"][0],
-        adam_beta2=ADAMW["betas"][1],
-        adam_eps=ADAMW["eps"],
-        clip_grad=CLIP,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True,
-    )
-    return package.get_megatron_optimizer(config, [model])
