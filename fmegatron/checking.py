@@ -366,26 +366,6 @@ def _among_experts(table: Mapping[str, Any], primed: list[str], rules: Rules) ->
     return found
 
 
-class Noted(Mapping[str, Any]):
-    """A mapping that remembers which of its values were read."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values_, self.read = values, dict[str, Any]()
-
-    def __getitem__(self, name: str) -> Any:
-        self.read[name] = self.values_[name]
-        return self.read[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.values_
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.values_)
-
-    def __len__(self) -> int:
-        return len(self.values_)
-
-
 def check(
     program: Any, spec: Any, params: Any, batch: Any, rules: Rules, *, dims: Any = None, probe: bool = True
 ) -> None:

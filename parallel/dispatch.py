@@ -40,7 +40,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fmegatron.checking import Noted
 from fmegatron.collectives import Move, Step
 from fmegatron.errors import UserError
 from fmegatron.exchange import Splits, exchange_beside, exchange_counts, exchange_rows, exchange_several
@@ -118,14 +117,16 @@ def dispatched(
         return y.unflatten(0, x.shape[:2])
 
     beyond = () if whole or sh.mesh is None else _beyond(sh, tokens)
-    leaves = leaves if sh.check is None else Noted(leaves)
+    read: dict[str, Tensor] = {}
+    if sh.check is not None:
+        leaves = _Read(leaves, lambda name, leaf: read.setdefault(name, leaf))
     if beyond:
-        leaves = _Entered(leaves, sh, beyond)
+        leaves = _Read(leaves, lambda _, leaf: _entered(leaf, sh, beyond))
     sides = (f"{tokens} embed", f"{tokens} choice", f"{tokens} choice")
     y = sh.primitive(local, (x, chosen, weights), sides, f"{tokens} embed")
     if sh.check is not None:  # experts see tokens of all ranks, in parts of their width
         across = tuple(a for n in ("batch'", "seq'", "emlp") for a in axes_of(n, sh.mesh, sh.rules))
-        sh.check.applied(leaves.read, across, "experts")
+        sh.check.applied(read, across, "experts")
     y = y if rows_first else way.resolve(y, f"{tokens} embed", partial=partial, to="batch seq* embed")
     if beside is None:
         return y
@@ -157,15 +158,20 @@ def _beyond(sh: Any, tokens: str) -> tuple[str, ...]:
     return tuple(a for a in apart_among_experts(sh.mesh, sh.rules) if a in lie - said)
 
 
-class _Entered(Mapping[str, Tensor]):
-    """Leaves that are read by work that differs along some axes: their gradients are summed over these."""
+def _entered(leaf: Tensor, sh: Any, axes: tuple[str, ...]) -> Tensor:
+    """A leaf that is read by work that differs along some axes: its gradient is summed over these."""
+    dtypes = (None, None, sh.precision.reduce_dtype)
+    return apply_function(Move, leaf, sh.mesh, (Step("I>R", axes, (), ()),), dtypes)
 
-    def __init__(self, values: Mapping[str, Tensor], sh: Any, axes: tuple[str, ...]) -> None:
-        self.values_, self.sh, self.axes = values, sh, axes
+
+class _Read(Mapping[str, Tensor]):
+    """Leaves, of which each goes through `seen(name, leaf)` when it is read."""
+
+    def __init__(self, values: Mapping[str, Tensor], seen: Callable[[str, Tensor], Tensor]) -> None:
+        self.values_, self.seen = values, seen
 
     def __getitem__(self, name: str) -> Tensor:
-        dtypes = (None, None, self.sh.precision.reduce_dtype)
-        return apply_function(Move, self.values_[name], self.sh.mesh, (Step("I>R", self.axes, (), ()),), dtypes)
+        return self.seen(name, self.values_[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self.values_
