@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from fmegatron import optim, random, schedules
 from fmegatron.accumulate import Term, Weight, accumulate
-from fmegatron.checking import check, infer_over
 from fmegatron.context import Ctx
 from fmegatron.errors import ShardingError, UserError
 from fmegatron.grad import value_and_grad
@@ -22,10 +21,7 @@ from fmegatron.padding import shard_batch
 from fmegatron.parallel.experts import mlp_experts
 from fmegatron.parallel.folding import expert_factoring
 from fmegatron.parallel.moe import moe, router
-from fmegatron.parallel.pipeline import Ends, Pipeline, find_ends, inside_stage, pipeline
 from fmegatron.parallel.routing import Routed, Routing, route
-from fmegatron.parallel.schedules import make_schedule
-from fmegatron.parallel.stages import parse_layout
 from fmegatron.precision import Precision
 from fmegatron.random import Key, fold_in, key
 from fmegatron.random import split as split_key
@@ -40,15 +36,27 @@ from fmegatron.step import NonFiniteError, TrainState, evaluate, train_step
 from fmegatron.zero import with_sharded_state
 
 if TYPE_CHECKING:
+    from fmegatron.checking import check, infer_over
+    from fmegatron.parallel.pipeline import Ends, Pipeline, find_ends, inside_stage, pipeline
+    from fmegatron.parallel.schedules import make_schedule
+    from fmegatron.parallel.stages import parse_layout
     from fmegatron.placements import Invariant, Partial, Replicate, Shard
 
-_PLACEMENTS = ("Invariant", "Partial", "Replicate", "Shard")  # classes of DTensor, imported with the first of them
+# What many programs do without, imported with the first of its names.
+_LATER = {
+    "fmegatron.checking": ("check", "infer_over"),
+    "fmegatron.parallel.pipeline": ("Ends", "Pipeline", "find_ends", "inside_stage", "pipeline"),
+    "fmegatron.parallel.schedules": ("make_schedule",),
+    "fmegatron.parallel.stages": ("parse_layout",),
+    "fmegatron.placements": ("Invariant", "Partial", "Replicate", "Shard"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACEMENTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("fmegatron.placements"), name)
+    for module, its_names in _LATER.items():
+        if name in its_names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
