@@ -4,8 +4,9 @@
     save(machine, "my-machine.toml")                   # fmegatron plan --gpu my-machine.toml
 
 Matrix products of some sizes in each dtype (from which the saturating form is fitted), attention forward and backward, copies and
-norms bound by memory, and an empty kernel. Collectives between several GPUs are not measured: their numbers are those of the table,
-where it knows the device.
+norms bound by memory, and an empty kernel. On a GPU each is played from a recording, without a host between its calls, and long
+enough for the clocks to fall to those that the GPU's power allows: in a training step products run at these, some percent below those
+of a short burst. Collectives between several GPUs are not measured: their numbers are those of the table, where it knows the device.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SHAPES = (
     (8192, 32768, 2048),
     (1024, 4096, 1024),
 )
+SUSTAINED = 0.25  # seconds that a kernel is played for
 SMALL = ((512, 256, 256), (256, 512, 128), (512, 64, 256), (128, 256, 512))
 
 
@@ -125,18 +127,46 @@ class _Timer:
                 x @ x
             self.wait()
 
-    def seconds(self, call: Callable[[], Any], rounds: int = 7, times: int = 3) -> float:
-        """The median of some rounds, of so many calls each."""
+    def seconds(self, call: Callable[[], Any], times: int = 3) -> float:
+        """The median over some rounds of so many calls each."""
         call()
+        if self.gpu:
+            return self.sustained(self.recorded(call, times), SUSTAINED) / times
         found = []
-        for _ in range(rounds if self.gpu else 3):
-            self.wait()
+        for _ in range(3):
             start = time.perf_counter()
             for _ in range(times):
                 call()
-            self.wait()
             found.append((time.perf_counter() - start) / times)
         return statistics.median(found)
+
+    def recorded(self, call: Callable[[], Any], times: int) -> Callable[[], None]:
+        """So many calls as one CUDA graph."""
+        aside = torch.cuda.Stream(self.device)
+        aside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(aside):
+            call()
+        torch.cuda.current_stream(self.device).wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(times):
+                call()
+        return graph.replay
+
+    def sustained(self, play: Callable[[], None], span: float) -> float:
+        """The median time of plays, back to back, in the second half of a span of seconds."""
+        found: list[float] = []
+        begin = time.perf_counter()
+        while len(found) < 6 or time.perf_counter() - begin < span:
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
+            for mark in marks:
+                mark.record()
+                play()
+            last = torch.cuda.Event(enable_timing=True)
+            last.record()
+            self.wait()
+            found += [1e-3 * a.elapsed_time(b) for a, b in itertools.pairwise([*marks, last])]
+        return statistics.median(found[len(found) // 2 :])
 
     def wait(self) -> None:
         if self.gpu:
@@ -145,14 +175,7 @@ class _Timer:
     def launch(self) -> float:
         """Of a kernel that does nothing much, among others in a recorded graph."""
         x = torch.zeros(256, device=self.device)
-        if not self.gpu:
-            return self.seconds(lambda: x.add_(1), times=200)
-        graph = torch.cuda.CUDAGraph()
-        x.add_(1)
-        with torch.cuda.graph(graph):
-            for _ in range(200):
-                x.add_(1)
-        return self.seconds(graph.replay) / 200
+        return self.seconds(lambda: x.add_(1), times=200)
 
     def copies(self, small: bool) -> float:
         """Bytes/s of a large copy, read and written."""

@@ -437,7 +437,9 @@ def scaled(trace: Trace, rows: int, of: int = 1) -> Trace:
     if halves is not None:
         halves = Halves(work(halves.input), work(halves.weight), halves.left * rows // of)
     outs = tuple((n * rows // of, dtype) for n, dtype in trace.outs)
-    return Trace(work(trace.forward), work(trace.backward), trace.saved * rows // of, outs, halves)
+    fixed = trace.saved_of_weights
+    saved = fixed + (trace.saved - fixed) * rows // of
+    return Trace(work(trace.forward), work(trace.backward), saved, outs, halves, fixed)
 
 
 def _counts(c: Collective) -> bool:

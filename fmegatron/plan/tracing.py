@@ -140,7 +140,7 @@ class Trace:
     """A part of a model, as one rank runs it.
 
     saved: bytes that live from its forward to its backward, what it gives to the next part included. outs: that. halves: of the
-    backward, where a schedule splits it.
+    backward, where a schedule splits it. saved_of_weights: what of `saved` is made of weights alone, whatever the rows.
     """
 
     forward: Work
@@ -148,6 +148,7 @@ class Trace:
     saved: int
     outs: Tensors
     halves: Halves | None = None
+    saved_of_weights: int = 0
 
     @property
     def out(self) -> int:
@@ -309,7 +310,7 @@ class _Recorder(TorchDispatchMode):
         numbers = [self.new(t) for t in made]
         writes = [*zip(numbers, map(_size, made), strict=True), *((self.number(t), _size(t)) for t in written)]
         large = {n for n, b in reads if b > 256}
-        if large and large <= self.weights and name not in ("mm", "bmm", "_scaled_mm"):
+        if large and large <= self.weights and name not in ("mm", "bmm", "_scaled_mm", *_LOOKUPS):
             self.weights.update(numbers)  # a weight in another dtype or order
             self.fixed.update(numbers)
         elif large and large <= self.fixed:
@@ -603,6 +604,7 @@ def traced(run: Any, given: Iterable[Any], weights: Iterable[Any], recorder: _Re
     recorder.bury()
     alive = {n for n in recorder.alive if not recorder.storages[n].given and recorder.storages[n].bytes > 8}
     saved = sum(recorder.storages[n].bytes for n in alive)
+    of_weights = sum(recorder.storages[n].bytes for n in alive & recorder.weights)
     outs = {recorder.number(t): (t.numel(), t.dtype) for t in leaves(y) if is_tensor(t)}
     gradients = backward()
     between, left = len(recorder.events), None
@@ -621,7 +623,7 @@ def traced(run: Any, given: Iterable[Any], weights: Iterable[Any], recorder: _Re
             _work(recorder, between, end, kept, left),
             sum(recorder.storages[n].bytes for n in left),
         )
-    return Trace(forward, _work(recorder, middle, end, kept, alive), saved, tuple(outs.values()), halves)
+    return Trace(forward, _work(recorder, middle, end, kept, alive), saved, tuple(outs.values()), halves, of_weights)
 
 
 @dataclass
