@@ -93,7 +93,7 @@ class DecoderConfig:
     mtp, mtp_weight: modules that predict further tokens (see `fmegatron.models.mtp`), and the weight of the mean of their
         losses in training; with a weight of 0 they are not computed.
 
-    fused_qkv, fused_gate_up: queries, keys and values are one leaf `qkv`; gate and up are one leaf `gate_up`; one product
+    fused_qkv, fused_gate_up: queries, keys and values are one leaf `qkv`; gate and up are one leaf `gate_up`, by turns; one product
         makes what each of them would. The same function of other leaves: `fmegatron.models.fused` says when it is faster.
     """
 

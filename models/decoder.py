@@ -74,7 +74,7 @@ ENTER_ATTENTION = "batch seq* embed -> batch seq embed | kv group"
 ENTER_MLP = "batch seq* embed -> batch seq embed | {}"
 ENTER_VOCAB = "batch seq* embed -> batch seq embed | vocab"
 
-# Feed-forward activations: gated ones take (gate, up), or both in one tensor; the others up alone.
+# Feed-forward activations: gated ones take (gate, up), or both in one tensor (by turns: dim=-1); the others up alone.
 GATED: dict[str, Callable[..., Tensor]] = {
     "swiglu": swiglu,
     "geglu": geglu,
@@ -214,9 +214,9 @@ class Decoder:
         c, token, found, mlp = self.config, "batch seq", {}, f"{prefix}mlp"
         names = ("gate", "up") if c.activation in GATED else ("up",)
         if c.fused_gate_up and c.activation in GATED:
-            found["gate_up"] = Param((c.embed, 2, width), f"embed gated {mlp}", std, over=token)
+            found["gate_up"] = Param((c.embed, width, 2), f"embed {mlp} gated", std, over=token)
             if c.mlp_bias:
-                found["gate_up_bias"] = Param((2, width), f"gated {mlp}", Zeros(), over=token, decay=False)
+                found["gate_up_bias"] = Param((width, 2), f"{mlp} gated", Zeros(), over=token, decay=False)
         else:
             found |= {n: Param((c.embed, width), f"embed {mlp}", std, over=token) for n in names}
             if c.mlp_bias:
@@ -674,7 +674,7 @@ class Decoder:
         if fused and self._one_kernel(p, x, ctx, f"{prefix}gate_up", down, mlp):
             return gated_mlp(x, p[f"{prefix}gate_up"], p[down], activation=activation)
         if fused:
-            a = GATED[activation](into("gate_up", f"gated {mlp}"), **self._kernel)
+            a = GATED[activation](into("gate_up", f"{mlp} gated"), dim=-1, **self._kernel)
         elif activation in GATED:
             a = GATED[activation](into("gate"), into("up"), **self._kernel)
         else:

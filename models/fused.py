@@ -1,10 +1,11 @@
 """Leaves that hold several matrices, so that one product makes what each of them would.
 
     fused_qkv      qkv      "embed kv qkv head"   per kv head its group of queries, its key, its value, as in Megatron-LM
-    fused_gate_up  gate_up  "embed gated mlp"     gate, up
+    fused_gate_up  gate_up  "embed mlp gated"     by turns: gate 0, up 0, gate 1, up 1, …
 
 and their biases without `embed`. kv heads and `mlp` are cut over ranks as they are apart, so a rank's shard needs no
-permutation. Where `group` is cut too (more tensor-parallel ranks than kv heads), each rank holds all queries of its kv
+permutation. By turns are gate and up where quack-kernels' products take them so (see `fmegatron.primitives.gated_mlp`): no
+copy is made of weight or gradient. (A mixture's `experts_gate_up`, which is no option, has them as halves.) Where `group` is cut too (more tensor-parallel ranks than kv heads), each rank holds all queries of its kv
 heads, and multiplies by its own.
 
 What is gained is the time in which small products leave a processor idle, so neither is the default: try `fused_qkv`
@@ -124,8 +125,8 @@ def fuse(params: Any, config: DecoderConfig, *, sh: Any = None) -> Any:
 
 
 def unfuse(params: Any, config: DecoderConfig, *, sh: Any = None) -> Any:
-    """The tree with every matrix apart from one of the model `config`. Arguments as for `fuse`; plain leaves are views
-    of the fused ones."""
+    """The tree with every matrix apart from one of the model `config`. Arguments as for `fuse`; what it takes apart are
+    copies, since products and updates read rows with gaps slowly."""
     return _converted("unfuse", params, config, unfused(config), sh)
 
 
@@ -171,7 +172,7 @@ def _apart(path: str, param: Any, have: Mapping[str, Any], old: Mapping[str, Any
     if have[source] is None:
         return None
     at = old[source].names.index(part.dim)
-    return _at_rest([have[source]], lambda ts: part.of(ts[0], at), param, sh)
+    return _at_rest([have[source]], lambda ts: part.of(ts[0], at).contiguous(), param, sh)
 
 
 def _at_rest(xs: list[Any], f: Callable[[list[Any]], Any], param: Any, sh: Any) -> Any:

@@ -116,7 +116,10 @@ def _experts(have: dict[str, Any], layer: str, name: str, param: Param, sh: Shar
             f"upcycled: of {layer} some of {', '.join(names)} are None and some are not: they become one leaf"
         )
     whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in parts]
-    one = whole[0] if len(whole) == 1 else torch.stack(whole, param.names.index("gated") - 1)
+    if len(whole) == 2:
+        one = torch.stack(whole, -2)
+    else:  # a fused leaf has gate and up by turns, the experts' has them as halves
+        one = whole[0].movedim(-1, -2) if "gated" in param.names else whole[0]
     found = one.expand(param.shape)  # no copies yet
     for d, held in enumerate(sh.stored_index(param) or ()):
         found = found if held is None else found.index_select(d, held.to(found.device))

@@ -27,7 +27,7 @@ ACTS = {"swiglu": functional.silu, "geglu_tanh": lambda x: functional.gelu(x, ap
 
 
 def by_definition(x, gate_up, down, activation):
-    return (ACTS[activation](x @ gate_up[:, 0]) * (x @ gate_up[:, 1])) @ down
+    return (ACTS[activation](x @ gate_up[..., 0]) * (x @ gate_up[..., 1])) @ down
 
 
 def forward(x, w, kind):
@@ -69,7 +69,7 @@ def draw(*shapes, device="cpu"):
 
 @pytest.mark.parametrize("activation", ACTS)
 def test_is_its_definition_with_and_without_kernels(stand_in, activation):
-    args = draw((2, 5, 6), (6, 2, 8), (8, 6))
+    args = draw((2, 5, 6), (6, 8, 2), (8, 6))
     want = by_definition(*args, activation)
     g = torch.randn_like(want)
     gradients = torch.autograd.grad(want, args, g)
@@ -110,16 +110,16 @@ def test_products_stay_apart_where_ranks_hold_parts_of_what_is_summed(stand_in, 
     rows = {**dict.fromkeys(("batch", "seq", "embed", "gated", "mlp")), **row}
     rules = Rules(rows, activations=(*Rules.activations, "gated", "mlp", "embed"))
     sh = Sharding(make_mesh("tp=2", abstract=True), rules, precision=Precision(params=torch.float64))
-    p = {"gate_up": torch.zeros(16, 2, 24), "down": torch.zeros(24, 16)}
+    p = {"gate_up": torch.zeros(16, 24, 2), "down": torch.zeros(24, 16)}
     found = model._one_kernel(p, torch.zeros(2, 4, 16), Ctx(sh=sh), "gate_up", "down", "mlp")
     assert found == ("batch" in row)
 
 
 def test_bad_input():
-    x, gate_up, down = draw((2, 6), (6, 2, 8), (8, 6))
+    x, gate_up, down = draw((2, 6), (6, 8, 2), (8, 6))
     with pytest.raises(UserError, match="activation='relu'.*swiglu, geglu, geglu_tanh"):
         gated_mlp(x, gate_up, down, activation="relu")
-    for wrong in ((x, gate_up[:5], down), (x, gate_up[:, :1], down), (x, gate_up, down[:7])):
+    for wrong in ((x, gate_up[:5], down), (x, gate_up[..., :1], down), (x, gate_up.mT, down), (x, gate_up, down[:7])):
         with pytest.raises(UserError, match="gated_mlp: x .* disagree"):
             gated_mlp(*wrong)
 
@@ -135,7 +135,7 @@ needs_hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("activation", ACTS)
 def test_against_float64(activation, compiled):
-    exact = draw((2, 2100, 1032), (1032, 2, 1096), (1096, 1032), device="cuda")
+    exact = draw((2, 2100, 1032), (1032, 1096, 2), (1096, 1032), device="cuda")
     exact = [
         t.detach().mul(t.shape[0] ** -0.5 if i else 1).bfloat16().double().requires_grad_() for i, t in enumerate(exact)
     ]

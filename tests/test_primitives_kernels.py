@@ -100,6 +100,7 @@ def test_gated(dtype, name, scale):
     f = GATED[name]
     compare(lambda kernel, g, u: f(g, u, kernel=kernel), [draw(3, 5, 300, scale=scale), draw(3, 5, 300)], dtype)
     compare(lambda kernel, both: f(both, kernel=kernel), [draw(3, 5, 2, 300, scale=scale)], dtype)
+    compare(lambda kernel, both: f(both, dim=-1, kernel=kernel), [draw(3, 5, 300, 2, scale=scale)], dtype)
     compare(lambda kernel, both: f(*both.unbind(2), kernel=kernel), [draw(3, 5, 2, 140)], dtype)
 
 
@@ -210,6 +211,10 @@ def test_gate_and_up_in_one():
     assert torch.equal(swiglu(both), swiglu(*both.unbind(1)))
     with pytest.raises(UserError, match="no up"):
         swiglu(torch.randn(3, 8))
+    with pytest.raises(UserError, match=r"no up: .*\[... mlp 2\] for dim=-1"):
+        swiglu(both, dim=-1)
+    with pytest.raises(UserError, match=r"swiglu\(dim=1\): give -2"):
+        swiglu(both, dim=1)
 
 
 def test_a_run_for_shapes_alone_starts_no_kernel(monkeypatch) -> None:

@@ -1,7 +1,7 @@
 """activation(gate) * up in one pass, and its gradients in another.
 
 gate and up may be the halves of one product, rows of which lie further apart than they are long; their gradients are
-then written side by side too.
+then written side by side too. Or they take turns in its rows, which are then read and written as they lie.
 """
 
 from __future__ import annotations
@@ -77,16 +77,47 @@ def _gated_backward(
         tl.store(again + row * columns + at, (y * u).to(again.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _read_turns(row, first, columns, BLOCK: tl.constexpr):
+    """(gate, up) in columns `first` … of a row in which they take turns, in fp32: one contiguous read."""
+    at = 2 * first + tl.arange(0, 2 * BLOCK)
+    both = tl.load(row + at, mask=at < 2 * columns, other=0.0).to(tl.float32)
+    return tl.split(tl.reshape(both, [BLOCK, 2]))
+
+
+@triton.jit
+def _turns_forward(both, out, columns, both_row, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    x, u = _read_turns(both + row * both_row, first, columns, BLOCK)
+    y, _ = _value_and_slope(x, KIND)
+    tl.store(out + row * columns + at, (y * u).to(out.dtype.element_ty), mask=at < columns)
+
+
+@triton.jit
+def _turns_backward(g, both, g_both, columns, g_row, both_row, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    x, u = _read_turns(both + row * both_row, first, columns, BLOCK)
+    d = tl.load(g + row * g_row + at, mask=at < columns, other=0.0).to(tl.float32)
+    y, slope = _value_and_slope(x, KIND)
+    at = 2 * first + tl.arange(0, 2 * BLOCK)
+    found = tl.interleave(d * u * slope, d * y).to(g_both.dtype.element_ty)
+    tl.store(g_both + row * (2 * columns) + at, found, mask=at < 2 * columns)
+
+
 def rows_of(x: Tensor) -> Tensor:
     """x as [rows, columns], a view where its rows are evenly spaced."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x.reshape(-1, x.shape[-1])
 
 
-def _grid(x: Tensor) -> tuple[tuple[int, int], int, int]:
-    """(programs, block, warps) of x[rows columns]: evenly spaced rows without a gap are one."""
-    block = min(4096, max(128, triton.next_power_of_2(x.shape[1])))
-    return (x.shape[0], triton.cdiv(x.shape[1], block)), block, max(1, block // 512)
+def _grid(rows: int, columns: int) -> tuple[tuple[int, int], int, int]:
+    """(programs, block, warps) of so many rows: evenly spaced rows without a gap are one."""
+    block = min(4096, max(128, triton.next_power_of_2(columns)))
+    return (rows, triton.cdiv(columns, block)), block, max(1, block // 512)
 
 
 def forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -95,7 +126,7 @@ def forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     if out.numel() == 0:
         return out
     x, u = rows_of(gate), rows_of(up)
-    grid, block, warps = _grid(x)
+    grid, block, warps = _grid(*x.shape)
     _gated_forward[grid](
         x, u, out, x.shape[1], x.stride(0), u.stride(0), KIND=KINDS[kind], BLOCK=block, num_warps=warps
     )
@@ -109,12 +140,30 @@ def backward(g: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Te
     return g_gate, g_up
 
 
-def backward_pair(g: Tensor, gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """Both as one new tensor [... 2 columns], gate's first."""
-    both = torch.empty((*gate.shape[:-1], 2, gate.shape[-1]), dtype=gate.dtype, device=gate.device)
-    g_gate, g_up = both.unbind(-2)
-    _write(g, gate, up, kind, g_gate, g_up, None)
-    return both
+def forward_pair(both: Tensor, dim: int, kind: str) -> Tensor:
+    """activation(gate) * up of both[... 2 columns] (dim=-2: halves) or [... columns 2] (dim=-1: turns), a new tensor."""
+    if dim == -2:
+        return forward(*both.unbind(-2), kind)
+    out = torch.empty(both.shape[:-1], dtype=both.dtype, device=both.device)
+    if out.numel() == 0:
+        return out
+    rows, columns = rows_of(both.flatten(-2)), out.shape[-1]
+    grid, block, warps = _grid(rows.shape[0], columns)
+    _turns_forward[grid](rows, out, columns, rows.stride(0), KIND=KINDS[kind], BLOCK=block, num_warps=warps)
+    return out
+
+
+def backward_pair(g: Tensor, both: Tensor, dim: int, kind: str) -> Tensor:
+    """The gradient of both, a new tensor like it."""
+    found = torch.empty(both.shape, dtype=both.dtype, device=both.device)
+    if dim == -2:
+        _write(g, *both.unbind(-2), kind, *found.unbind(-2), None)
+    elif g.numel():
+        d, rows, columns = rows_of(g), rows_of(both.flatten(-2)), g.shape[-1]
+        grid, block, warps = _grid(*d.shape)
+        strides = d.stride(0), rows.stride(0)
+        _turns_backward[grid](d, rows, found, columns, *strides, KIND=KINDS[kind], BLOCK=block, num_warps=warps)
+    return found
 
 
 def backward_again(g: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +177,7 @@ def _write(g: Tensor, gate: Tensor, up: Tensor, kind: str, g_gate: Tensor, g_up:
     if g.numel() == 0:
         return
     d, x, u = rows_of(g), rows_of(gate), rows_of(up)
-    grid, block, warps = _grid(x)
+    grid, block, warps = _grid(*x.shape)
     _gated_backward[grid](
         d,
         x,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,34 +11,43 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from fmegatron.errors import UserError
-from fmegatron.function import apply_function
+from fmegatron.function import apply_function, linear_map
 from fmegatron.kernels import chosen
 from fmegatron.operators import custom_operator
-from fmegatron.primitives._function import graph_wanted, may_overwrite, wide
+from fmegatron.primitives._function import graph_wanted, may_overwrite, operator, wide
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, kernel: str = "auto") -> torch.Tensor:
+def swiglu(
+    gate: torch.Tensor, up: torch.Tensor | None = None, *, dim: int = -2, kernel: str = "auto"
+) -> torch.Tensor:
     """silu(gate) * up, of one shape (Shazeer 2020). Backward keeps the two arguments and nothing between.
 
-    Without up: of gate[... 2 mlp], which holds both, gate first; so is their gradient, written at once.
+    Without up: of gate[... 2 mlp], which holds both as halves, gate first; with dim=-1 of gate[... mlp 2], which holds them
+        by turns: gate 0, up 0, gate 1, up 1, … (a decoder's `gate_up`). Their gradient is one tensor like it.
+    dim: where the 2 is, of gate without up: -2 or -1.
     kernel: "triton": one pass forward and one backward; "torch": torch's operations; "auto": the first on CUDA (see
         `fmegatron.kernels`).
 
     Raises UserError when the shapes differ.
     """
-    return _gated("swiglu", gate, up, "silu", kernel)
+    return _gated("swiglu", gate, up, dim, "silu", kernel)
 
 
 def geglu(
-    gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: str = "none", kernel: str = "auto"
+    gate: torch.Tensor,
+    up: torch.Tensor | None = None,
+    *,
+    approximate: str = "none",
+    dim: int = -2,
+    kernel: str = "auto",
 ) -> torch.Tensor:
     """gelu(gate) * up, of one shape (Shazeer 2020); `approximate` as in `gelu` (Gemma: "tanh"). Backward keeps the two
-    arguments and nothing between. Without up, and `kernel`: as `swiglu`.
+    arguments and nothing between. Without up, `dim` and `kernel`: as `swiglu`.
 
     Raises UserError when the shapes differ and for an unknown `approximate`.
     """
     _check_approximate("geglu", approximate)
-    return _gated("geglu", gate, up, "gelu" if approximate == "none" else "gelu_tanh", kernel)
+    return _gated("geglu", gate, up, dim, "gelu" if approximate == "none" else "gelu_tanh", kernel)
 
 
 def clamped_swiglu(
@@ -46,14 +56,16 @@ def clamped_swiglu(
     *,
     limit: float = 7.0,
     slant: float = 1.702,
+    dim: int = -2,
     kernel: str = "auto",
 ) -> torch.Tensor:
-    """g * sigmoid(slant * g) * (u + 1), with g = min(gate, limit) and u = up within ±limit, of one shape (GPT-OSS). Without up:
-    as `swiglu`. By torch's operations, whatever `kernel` says: where it counts, in experts, `fmegatron.kernels.moe` has it.
+    """g * sigmoid(slant * g) * (u + 1), with g = min(gate, limit) and u = up within ±limit, of one shape (GPT-OSS). Without up,
+    and `dim`: as `swiglu`. By torch's operations, whatever `kernel` says: where it counts, in experts, `fmegatron.kernels.moe` has it.
 
     Raises UserError when the shapes differ.
     """
-    gate, up = _both("clamped_swiglu", gate, up)
+    _check_gated("clamped_swiglu", gate, up, dim)
+    gate, up = (gate, up) if up is not None else _taken_apart(gate, dim)
     g, u = (x.to(wide(x.dtype)) for x in (gate, up))
     g, u = g.clamp(max=limit), u.clamp(-limit, limit)
     return (g * (slant * g).sigmoid() * (u + 1)).to(gate.dtype)
@@ -79,27 +91,50 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     return apply_function(_Activation, x, "relu2")
 
 
-def _gated(what: str, gate: torch.Tensor, up: torch.Tensor | None, kind: str, kernel: str) -> torch.Tensor:
+def _gated(what: str, gate: torch.Tensor, up: torch.Tensor | None, dim: int, kind: str, kernel: str) -> torch.Tensor:
+    _check_gated(what, gate, up, dim)
     fast = chosen(what, kernel, gate, up)
-    halves = _both(what, gate, up)
     if fast and up is None:
-        return apply_function(_GatedPair, gate, kind)
-    return apply_function(_Gated, *halves, kind, fast)
+        return apply_function(_GatedPair, gate, dim, kind)
+    gate, up = (gate, up) if up is not None else _taken_apart(gate, dim)
+    return apply_function(_Gated, gate, up, kind, fast)
 
 
-def _both(what: str, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up, of one shape."""
-    if up is None:
-        if gate.ndim < 2 or gate.shape[-2] != 2:
+def _check_gated(what: str, gate: torch.Tensor, up: torch.Tensor | None, dim: int) -> None:
+    if up is not None:
+        if gate.shape != up.shape:
             raise UserError(
-                f"{what}: gate has shape {tuple(gate.shape)} and there is no up: give both, or one tensor [... 2 mlp]"
+                f"{what}: gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}: give two tensors of one shape"
             )
-        return gate.select(-2, 0), gate.select(-2, 1)
-    if gate.shape != up.shape:
+        return
+    if dim not in (-2, -1):
+        raise UserError(f"{what}(dim={dim!r}): give -2, for gate and up as halves [... 2 mlp], or -1, by turns [... mlp 2]")
+    if gate.ndim < 2 or gate.shape[dim] != 2:
+        form = "[... 2 mlp], or [... mlp 2] with dim=-1" if dim == -2 else "[... mlp 2] for dim=-1"
         raise UserError(
-            f"{what}: gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}: give two tensors of one shape"
+            f"{what}: gate has shape {tuple(gate.shape)} and there is no up: give both, or one tensor {form}"
         )
-    return gate, up
+
+
+def _taken_apart(both: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
+    """(gate, up). Halves are views, and so are turns on a GPU; on a CPU, whose operations take every second number five times
+    more slowly than a row, they are copies, in place of which `both` need not be kept."""
+    if dim == -1 and both.is_cpu and not torch.compiler.is_compiling():
+        return linear_map(_halves, _turns, [both])
+    return both.unbind(dim)
+
+
+def _halves(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.clone(memory_format=torch.contiguous_format) for x in xs[0].unbind(-1)]
+
+
+def _turns(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    if not may_overwrite():
+        return [torch.stack(xs, -1)]
+    both = xs[0].new_empty((*xs[0].shape, 2))  # stack takes three times as long
+    for i, x in enumerate(xs):
+        both.select(-1, i).copy_(x)
+    return [both]
 
 
 def _check_approximate(what: str, approximate: str) -> None:
@@ -166,27 +201,25 @@ class _Gated(Function):
 
 
 class _GatedPair(Function):
-    """(gate and up [... 2 mlp], kind) -> activation(gate) * up, by Triton's kernels."""
+    """(gate and up, halves or turns; the dim that says which, kind) -> activation(gate) * up, by Triton's kernels."""
 
     @staticmethod
-    def forward(both: torch.Tensor, kind: str) -> torch.Tensor:
-        gate, up = both.unbind(-2)
-        return _by_kernel(gate, up, kind)
+    def forward(both: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
+        return _pair(both, dim, kind)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        both, ctx.kind = inputs
+        both, ctx.dim, ctx.kind = inputs
         ctx.save_for_backward(both)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
-        gate, up = ctx.saved_tensors[0].unbind(-2)
+        (both,) = ctx.saved_tensors
         if graph_wanted():
+            gate, up = both.unbind(ctx.dim)
             act = _activation(gate, ctx.kind)
-            return torch.stack([_pulled_back(g * up, gate, ctx.kind), act * g], -2), None
-        if torch.compiler.is_compiling():
-            return torch.ops.fmegatron.gated_pair_backward(g, gate, up, ctx.kind), None
-        return _pair_gradient(g, gate, up, ctx.kind), None
+            return torch.stack([_pulled_back(g * up, gate, ctx.kind), act * g], ctx.dim), None, None
+        return _pair_backward(g, both, ctx.dim, ctx.kind), None, None
 
 
 def _by_kernel(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
@@ -205,12 +238,6 @@ def _gradients_by_kernel(
     from fmegatron.kernels import gated
 
     return gated.backward(g, gate, up, kind)
-
-
-def _pair_gradient(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    from fmegatron.kernels import gated
-
-    return gated.backward_pair(g, gate, up, kind)
 
 
 # Operators, so that compiled code calls the kernels.
@@ -238,14 +265,28 @@ def _(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str) -> tuple
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
-@custom_operator("fmegatron::gated_pair_backward")
-def _gated_pair_backward_op(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    return _pair_gradient(g, gate, up, kind)
+@operator("fmegatron::gated_pair")
+def _pair(both: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
+    from fmegatron.kernels import gated
+
+    return gated.forward_pair(both, dim, kind)
 
 
-@_gated_pair_backward_op.register_fake
-def _(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    return gate.new_empty((*gate.shape[:-1], 2, gate.shape[-1]))
+@_pair.register_fake
+def _(both: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
+    return both.new_empty(both.select(dim, 0).shape)
+
+
+@operator("fmegatron::gated_pair_backward")
+def _pair_backward(g: torch.Tensor, both: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
+    from fmegatron.kernels import gated
+
+    return gated.backward_pair(g, both, dim, kind)
+
+
+@_pair_backward.register_fake
+def _(g: torch.Tensor, both: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
+    return both.new_empty(both.shape)
 
 
 def _silu_and_slope(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

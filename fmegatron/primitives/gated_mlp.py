@@ -22,12 +22,14 @@ def has_kernel(x: Tensor, gate_up: Tensor, down: Tensor, activation: str, *, ker
     called one by one: they can then be cut, saved and named.)"""
     if kernel != "auto" or activation not in KINDS or type(x) is not torch.Tensor or under_torch_func():
         return False
-    return x.dtype == gate_up.dtype == down.dtype and quack.takes(x, KINDS[activation], gate_up.shape[-1])
+    return x.dtype == gate_up.dtype == down.dtype and quack.takes(x, KINDS[activation], gate_up.shape[1])
 
 
 def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, *, activation: str = "swiglu", kernel: str = "auto") -> Tensor:
-    """(activation(x gate) * (x up)) down: x[… embed], gate_up[embed 2 mlp] with gate first, down[mlp embed] -> [… embed].
+    """(activation(x gate) * (x up)) down: x[… embed], gate_up[embed mlp 2], down[mlp embed] -> [… embed].
 
+    gate_up: gate and up by turns, torch.stack([gate, up], -1), as a decoder's `gate_up` leaf is stored. So they are in the
+        matrix [embed, 2 mlp] that kernels multiply by, which is a view, and so is its gradient.
     activation: "swiglu", "geglu" or "geglu_tanh" (Shazeer 2020).
     kernel: "torch" or "triton": products one by one, and the activation between as `swiglu` has it. "auto": where
         `has_kernel` says so, quack-kernels' products, which keep x and the first product for backward (and not what comes
@@ -37,11 +39,11 @@ def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, *, activation: str = "sw
     """
     if activation not in KINDS:
         raise UserError(f"gated_mlp(activation={activation!r}): use one of {', '.join(KINDS)}")
-    embed, hidden = x.shape[-1], gate_up.shape[-1]
-    if gate_up.shape != (embed, 2, hidden) or down.ndim != 2 or down.shape[0] != hidden:
+    embed, hidden = x.shape[-1], down.shape[0] if down.ndim == 2 else None
+    if gate_up.shape != (embed, hidden, 2):
         raise UserError(
             f"gated_mlp: x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} disagree: give "
-            "x[… embed], gate_up[embed 2 mlp] and down[mlp embed]"
+            "x[… embed], gate_up[embed mlp 2] (torch.stack([gate, up], -1)) and down[mlp embed]"
         )
     if has_kernel(x, gate_up, down, activation, kernel=kernel):
         return apply_function(_GatedMlp, x, gate_up, down, KINDS[activation])[0]
@@ -50,12 +52,7 @@ def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, *, activation: str = "sw
 
 def _one_by_one(x: Tensor, gate_up: Tensor, down: Tensor, kind: str, kernel: str = "auto") -> Tensor:
     both = (x @ gate_up.flatten(1)).unflatten(-1, gate_up.shape[1:])
-    return _gated("gated_mlp", both, None, kind, kernel) @ down
-
-
-def alternating(gate_up: Tensor) -> Tensor:
-    """[embed 2 mlp] as a matrix [embed, 2 mlp] in which columns of gate and up take turns, a copy."""
-    return gate_up.transpose(1, 2).flatten(1)
+    return _gated("gated_mlp", both, None, -1, kind, kernel) @ down
 
 
 class _GatedMlp(Function):
@@ -63,7 +60,7 @@ class _GatedMlp(Function):
 
     @staticmethod
     def forward(x: Tensor, gate_up: Tensor, down: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        both, h = _product(x.reshape(-1, x.shape[-1]), alternating(gate_up), kind)
+        both, h = _product(x.reshape(-1, x.shape[-1]), gate_up.flatten(1), kind)
         return torch.mm(h, down).view(*x.shape[:-1], down.shape[1]), both
 
     @staticmethod
@@ -81,10 +78,8 @@ class _GatedMlp(Function):
             return *torch.autograd.grad(y, (x, gate_up, down), g, create_graph=True), None
         rows, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
         g_both, h = _product_backward(g, down, both, ctx.kind)
-        # the weight by turns is made again: kept, it would hold gathered parameters until here
-        gx = torch.mm(g_both, alternating(gate_up).t()).view(x.shape)
-        g_turns = torch.mm(rows.t(), g_both).unflatten(1, (gate_up.shape[2], 2))
-        return gx, g_turns.transpose(1, 2).contiguous(), torch.mm(h.t(), g), None
+        gx = torch.mm(g_both, gate_up.flatten(1).t()).view(x.shape)
+        return gx, torch.mm(rows.t(), g_both).view(gate_up.shape), torch.mm(h.t(), g), None
 
 
 @operator("fmegatron::gated_product")

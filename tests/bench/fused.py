@@ -131,14 +131,14 @@ def qkv_steps(rows: torch.Tensor, kv: int, group: int, head: int) -> dict[str, C
 
 def mlp_steps(rows: torch.Tensor, mlp: int) -> dict[str, Callable[[], object]]:
     """swiglu of gate and up."""
-    w = torch.randn([rows.shape[-1], 2, mlp], device=rows.device, dtype=rows.dtype) * 0.02
-    gate, up = (x.contiguous() for x in w.unbind(1))
+    w = torch.randn([rows.shape[-1], mlp, 2], device=rows.device, dtype=rows.dtype) * 0.02
+    gate, up = (x.contiguous() for x in w.unbind(2))
 
     def apart(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return swiglu(product(x, gate, "bse,em->bsm"), product(x, up, "bse,em->bsm"))
 
     def fused(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return swiglu(*product(x, w, "bse,egm->bsgm").unbind(2))
+        return swiglu(product(x, w, "bse,emg->bsmg"), dim=-1)
 
     return {"apart": gradients(apart, rows, gate, up), "fused": gradients(fused, rows, w)}
 

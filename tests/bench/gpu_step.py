@@ -123,6 +123,12 @@ def kernels() -> dict[str, Case]:
                 3 * MLP,
                 5 * MLP,
             ),
+            f"{name} by turns": (
+                lambda kernel, both: f(both, dim=-1, kernel=kernel),
+                lambda n: [draw(n, MLP, 2)],
+                3 * MLP,
+                5 * MLP,
+            ),
         }
 
     def loss(**options: Any) -> Case:
@@ -258,11 +264,12 @@ def show_tuning() -> None:
         print(f"{name}: floor " + " ".join(f"{n * TOKENS * 2 / speed:.3f}" for n in known[name][2:]))
     for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8), (8192, 16)):
 
-        def grid(x: Tensor, block: int = block, warps: int = warps) -> Any:
-            return (x.shape[0], -(-x.shape[1] // block)), block, warps
+        def grid(rows: int, columns: int, block: int = block, warps: int = warps) -> Any:
+            return (rows, -(-columns // block)), block, warps
 
         with replaced(gated, "_grid", grid):
             line("swiglu", f"block {block}, warps {warps}")
+            line("swiglu by turns", f"block {block}, warps {warps}")
     for rows, warps, per in itertools.chain(
         ((1, w, 8) for w in (2, 4, 8)), ((2, w, 8) for w in (4, 8)), ((1, 4, n) for n in (2, 4, 16)), ((1, 8, 4),)
     ):
@@ -283,7 +290,7 @@ def show_tuning() -> None:
 SIZES = dict(layers=16, embed=2048, heads=16, kv_heads=16, mlp=8192, vocab=32768)
 SEQ = 4096
 EPS = DecoderConfig(**SIZES).norm_eps
-OURS = ("_norm_", "_gated_", "_rotary_turn", "_softmax_")
+OURS = ("_norm_", "_gated_", "_turns_", "_rotary_turn", "_softmax_")
 KINDS = {
     "products": ("nvjet", "gemm", "cutlass", "xmma", "cublas", "splitk"),
     "attention": ("fmha", "flash", "cudnn", "mha_"),
