@@ -8,7 +8,6 @@ from fmegatron.accumulate import Term, Weight, accumulate
 from fmegatron.context import Ctx
 from fmegatron.errors import ShardingError, UserError
 from fmegatron.grad import value_and_grad
-from fmegatron.graphs import cuda_graph
 from fmegatron.initializers import constant, normal, ones, truncated_normal, uniform, zeros
 from fmegatron.interleave import interleaved
 from fmegatron.launch import close_distributed as leave_processes
@@ -16,17 +15,11 @@ from fmegatron.launch import init_distributed as join_processes
 from fmegatron.launch import is_first_process
 from fmegatron.loss_scale import LossScale, LossScaling, dynamic_loss_scale, static_loss_scale
 from fmegatron.mesh import Mesh, make_mesh
-from fmegatron.offload import offloaded
 from fmegatron.padding import shard_batch
-from fmegatron.parallel.experts import mlp_experts
-from fmegatron.parallel.folding import expert_factoring
-from fmegatron.parallel.moe import moe, router
-from fmegatron.parallel.routing import Routed, Routing, route
 from fmegatron.precision import Precision
 from fmegatron.random import Key, fold_in, key
 from fmegatron.random import split as split_key
 from fmegatron.remat import names, nothing, offload, remat
-from fmegatron.replicas import ReplicaError, check_replicas
 from fmegatron.rules import Rules, standard_rules
 from fmegatron.sharding import Sharding, placements
 from fmegatron.simulation import per_rank, simulate
@@ -37,18 +30,32 @@ from fmegatron.zero import with_sharded_state
 
 if TYPE_CHECKING:
     from fmegatron.checking import check, infer_over
+    from fmegatron.graphs import cuda_graph
+    from fmegatron.offload import offloaded
+    from fmegatron.parallel.experts import mlp_experts
+    from fmegatron.parallel.folding import expert_factoring
+    from fmegatron.parallel.moe import moe, router
     from fmegatron.parallel.pipeline import Ends, Pipeline, find_ends, inside_stage, pipeline
+    from fmegatron.parallel.routing import Routed, Routing, route
     from fmegatron.parallel.schedules import make_schedule
     from fmegatron.parallel.stages import parse_layout
     from fmegatron.placements import Invariant, Partial, Replicate, Shard
+    from fmegatron.replicas import ReplicaError, check_replicas
 
 # What many programs do without, imported with the first of its names.
 _LATER = {
     "fmegatron.checking": ("check", "infer_over"),
+    "fmegatron.graphs": ("cuda_graph",),
+    "fmegatron.offload": ("offloaded",),
+    "fmegatron.parallel.experts": ("mlp_experts",),
+    "fmegatron.parallel.folding": ("expert_factoring",),
+    "fmegatron.parallel.moe": ("moe", "router"),
     "fmegatron.parallel.pipeline": ("Ends", "Pipeline", "find_ends", "inside_stage", "pipeline"),
+    "fmegatron.parallel.routing": ("Routed", "Routing", "route"),
     "fmegatron.parallel.schedules": ("make_schedule",),
     "fmegatron.parallel.stages": ("parse_layout",),
     "fmegatron.placements": ("Invariant", "Partial", "Replicate", "Shard"),
+    "fmegatron.replicas": ("ReplicaError", "check_replicas"),
 }
 
 

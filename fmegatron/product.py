@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from fmegatron.fp8.dot import fp8_product
 from fmegatron.function import apply_function
 from fmegatron.simulation import each_rank
 from fmegatron.tape import Tape
@@ -26,6 +25,8 @@ def product(
     fp8: how it runs in fp8 (`fmegatron.fp8.use.Use`); None: in the operands' dtype.
     """
     if fp8 is not None:
+        from fmegatron.fp8.dot import fp8_product  # imported where something is in fp8
+
         return fp8_product(x, w, fp8, tape=tape, name=name)
     if tape is None:
         if type(x) is type(w) is torch.Tensor and not (

@@ -27,7 +27,6 @@ from fmegatron.collectives import LargestOverRanks, Move, Step, Wire, dual, run_
 from fmegatron.dtensor import DTensor
 from fmegatron.equations import Side, dot_form, parse_equation, parse_side, reduced_dims
 from fmegatron.errors import ShardingError
-from fmegatron.fp8.use import use_of
 from fmegatron.function import apply_function
 from fmegatron.mesh import Mesh, everywhere
 from fmegatron.overlap import check_overlap, overlapped, plan_of
@@ -156,7 +155,7 @@ class Sharding:
         if (x.ndim, w.ndim) != form.dims:
             self._refuse_operands(x, w, equation)
         if self.mesh is None:
-            fp8 = None if self.precision.fp8 is None else use_of(self, equation, x, w, name)
+            fp8 = None if self.precision.fp8 is None else self._fp8_use(equation, x, w, name)
             return product(x, w, form.einsum, tape=self.tape, name=name, fp8=fp8)
         parsed = parse_equation(equation, 2)
         plan = self._plan(("dot", equation, overlap), plan_of, parsed, self.mesh, self.rules, overlap)
@@ -167,10 +166,15 @@ class Sharding:
             steps, source, target = plan.enter
             x = self._moved(x, steps, source, target, equation)
         with self._unchecked():
-            fp8 = None if self.precision.fp8 is None else use_of(self, equation, x, w, name)
+            fp8 = None if self.precision.fp8 is None else self._fp8_use(equation, x, w, name)
             y = product(x, w, form.einsum, tape=self.tape, name=name, fp8=fp8)
             y = self._run(y, plan.steps)
         return self.check.equation((x, w), plan.lays, y, plan.raw, plan.target, equation) if self.check else y
+
+    def _fp8_use(self, equation: str, x: torch.Tensor, w: torch.Tensor, name: str) -> Any:
+        from fmegatron.fp8.use import use_of  # imported where something is in fp8
+
+        return use_of(self, equation, x, w, name)
 
     @staticmethod
     def _refuse_operands(x: torch.Tensor, w: torch.Tensor, equation: str) -> None:

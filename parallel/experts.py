@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fmegatron.fp8.grouped import grouped_use
 from fmegatron.kernels.moe import add_group_bias, weighted_gated
 from fmegatron.parallel.padded import batched_product
 from fmegatron.primitives.grouped import grouped_product
@@ -33,7 +32,11 @@ def mlp_experts(activation: str | Callable[[Tensor], Tensor], *, batched: bool =
     """
 
     def multiply(x: Tensor, w: Tensor, ends: Tensor, sh: Any, dims: str, name: str) -> Tensor:
-        fp8 = grouped_use(sh, x, w, name, dims)
+        fp8 = None
+        if sh.precision.fp8 is not None:
+            from fmegatron.fp8.grouped import grouped_use  # imported where something is in fp8
+
+            fp8 = grouped_use(sh, x, w, name, dims)
         if batched and fp8 is None:
             return batched_product(x, w, tape=sh.tape, name=name)
         return grouped_product(x, w, ends, tape=sh.tape, name=name, fp8=fp8)

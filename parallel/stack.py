@@ -17,7 +17,6 @@ import torch
 
 from fmegatron.context import Ctx
 from fmegatron.errors import UserError
-from fmegatron.fp8.scaling import at_layer
 from fmegatron.function import apply_function, linear_map, under_torch_func
 from fmegatron.random import fold_in, to_tensor
 from fmegatron.remat import joined, remat
@@ -147,6 +146,8 @@ def stack(
 
     def layer_ctx(ctx: Ctx, index: int, p: Any) -> Ctx:
         if ctx.sh.precision.fp8 is not None:
+            from fmegatron.fp8.scaling import at_layer  # imported where something is in fp8
+
             ctx = ctx.replace(sh=at_layer(ctx.sh, index, max(spec) + 1 if spec else None))
         key = ctx.key
         if key is not None:

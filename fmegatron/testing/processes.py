@@ -135,7 +135,9 @@ def _context() -> Any:
     if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "fmegatron.models", "fmegatron.parallel.pipeline"])
+    context.set_forkserver_preload(
+        ["torch.distributed.tensor", "fmegatron.models.presets", "fmegatron.checking", "fmegatron.parallel.pipeline"]
+    )
     return context
 
 
