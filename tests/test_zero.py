@@ -476,7 +476,8 @@ def test_refusals():
 
 
 def test_a_loss_that_uses_another_sharding_is_refused():
-    """Its gradients would be summed twice."""
+    """Its gradients would be summed twice. What was under way leaves nothing that torch waits for."""
+    under_way = torch._C._distributed_c10d._get_work_registry_size()
     with simulate(2):
         mesh = make_mesh("dp=2", device="cpu")
         sh = Sharding(mesh, standard_rules(mesh, zero=1), precision=DOUBLE)
@@ -484,6 +485,7 @@ def test_a_loss_that_uses_another_sharding_is_refused():
         f = accumulate(lambda p, b, ctx: MODEL.loss(p, b, ctx.replace(sh=sh)), weights=MODEL.weights, spec=SPEC)
         with pytest.raises(ShardingError, match="read parameters by ctx.sh"):
             f(params, {n: sh.shard(t, "batch seq") for n, t in BATCHES[0].items()}, Ctx(sh))
+    assert torch._C._distributed_c10d._get_work_registry_size() == under_way
 
 
 def test_plain_tensors_on_a_mesh_are_refused():
