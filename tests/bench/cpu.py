@@ -5,7 +5,7 @@
     train    the step of `fmegatron train` without further arguments (tiny Llama, 16 × 256 tokens, clipping, AdamW)
     host     a step so small that the host is all there is (2 layers of width 64, 16 tokens): forward and backward, and whole
     own      the step of examples/own_model.py, on its mesh of one rank, in two microbatches
-    import   `import fmegatron` with all that it offers, models and primitives, beyond `import torch`
+    import   `import fmegatron`, models, primitives and optimizers, beyond `import torch`
 
 The peer is what one would write by hand: nn.Linear, scaled_dot_product_attention, cross_entropy, clip_grad_norm_, and
 the fused AdamW of torch.optim with the same groups. It starts from the same weights and takes the same batches; the
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -357,11 +358,14 @@ IMPORTS = "import fmegatron.api, fmegatron.primitives, fmegatron.models, fmegatr
 
 
 def imports(a: argparse.Namespace) -> None:
-    """Seconds that importing everything takes beyond torch, each time in a process of its own. (Without gc.freeze a walk
-    of the collector over torch's own objects, 0.1 s, would fall into it by chance.)"""
+    """Seconds that importing takes beyond torch, each time in a process of its own, from bytecode, as installed (a first
+    import writes it). (Without gc.freeze a walk of the collector over torch's own objects, 0.1 s, would fall into it by
+    chance.)"""
     code = "import gc, time, torch; gc.collect(); gc.freeze(); start = time.process_time()"
     code = f"{code}; {IMPORTS}; print(time.process_time() - start)"
-    found = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(max(7, a.pairs // 2))]
+    env = {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"}
+    runs = [subprocess.check_output([sys.executable, "-c", code], env=env) for _ in range(1 + max(7, a.pairs // 2))]
+    found = [float(run) for run in runs[1:]]
     low, high = interval(found)
     print(f"{'import beyond torch':28} {statistics.median(found):9.3f} s   95 % of the median: {low:.3f} to {high:.3f}")
 
