@@ -13,6 +13,7 @@ from fmegatron.primitives import (
     apply_rotary,
     dropout,
     embedding,
+    grouped,
     rms_norm,
     rotary,
     rotary_table,
@@ -252,3 +253,12 @@ def test_dropout_keeps_nothing_and_may_do_nothing():
         dropout(x, 1.0, key)
     with pytest.raises(UserError, match="names 2 dims"):
         dropout(x, 0.5, key, dims="batch embed")
+
+
+def test_an_operator_that_is_not_within_an_autograd_function_says_that_it_has_no_gradient():
+    assert grouped.products  # whose module makes the operator
+    x, w = torch.randn(4, 3, requires_grad=True), torch.randn(2, 3, 5)
+    y = torch.ops.fmegatron.grouped_products(x, w, torch.tensor([1, 4]))
+    assert y.shape == (4, 5)
+    with pytest.raises(RuntimeError, match="grouped_products has no gradient"):
+        y.sum().backward()
