@@ -17,9 +17,7 @@ from fmegatron.operators import custom_operator
 from fmegatron.primitives._function import graph_wanted, may_overwrite, operator, wide
 
 
-def swiglu(
-    gate: torch.Tensor, up: torch.Tensor | None = None, *, dim: int = -2, kernel: str = "auto"
-) -> torch.Tensor:
+def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, dim: int = -2, kernel: str = "auto") -> torch.Tensor:
     """silu(gate) * up, of one shape (Shazeer 2020). Backward keeps the two arguments and nothing between.
 
     Without up: of gate[... 2 mlp], which holds both as halves, gate first; with dim=-1 of gate[... mlp 2], which holds them
@@ -108,7 +106,9 @@ def _check_gated(what: str, gate: torch.Tensor, up: torch.Tensor | None, dim: in
             )
         return
     if dim not in (-2, -1):
-        raise UserError(f"{what}(dim={dim!r}): give -2, for gate and up as halves [... 2 mlp], or -1, by turns [... mlp 2]")
+        raise UserError(
+            f"{what}(dim={dim!r}): give -2, for gate and up as halves [... 2 mlp], or -1, by turns [... mlp 2]"
+        )
     if gate.ndim < 2 or gate.shape[dim] != 2:
         form = "[... 2 mlp], or [... mlp 2] with dim=-1" if dim == -2 else "[... mlp 2] for dim=-1"
         raise UserError(
