@@ -38,6 +38,7 @@ ACTIVATIONS = {
     "quick_gelu": (quick_gelu, "quick_gelu"),
     "relu2": (relu2, "relu2"),
     "swiglu": (swiglu, "silu"),
+    "swiglu by turns": (lambda gate, up: swiglu(torch.stack([gate, up], -1), dim=-1), "silu"),
     "geglu": (geglu, "gelu"),
     "geglu tanh": (lambda gate, up: geglu(gate, up, approximate="tanh"), "gelu_pytorch_tanh"),
 }

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fmegatron import tree
 from fmegatron.accumulate import accumulate
@@ -81,6 +82,40 @@ def test_is_its_definition_with_and_without_kernels(stand_in, activation):
     assert torch.autograd.gradgradcheck(
         lambda *t: gated_mlp(*t, activation=activation), draw((3, 2), (2, 2, 2), (2, 2))
     )
+
+
+class Operations(TorchDispatchMode):
+    """The names of all that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        self.names.append(f.overloadpacket.__name__)
+        return f(*args, **(kwargs or {}))
+
+
+def test_nothing_is_copied(stand_in, monkeypatch):
+    """The products read the weight where it lies, and make its gradient as it will lie; nothing else runs."""
+    args, weights = draw((2, 5, 6), (6, 8, 2), (8, 6)), []
+
+    def alone(f):
+        def run(x, w, *rest):
+            weights.append((w.data_ptr(), w.shape))
+            with _disable_current_modes():
+                return f(x, w, *rest)
+
+        return run
+
+    for name, f in (("forward", forward), ("backward", backward)):
+        monkeypatch.setattr(quack, name, alone(f))
+    g = torch.randn(2, 5, 6, dtype=torch.float64)
+    with Operations() as ran:
+        gradients = torch.autograd.grad(gated_mlp(*args), args, g)
+    assert weights == [(args[1].data_ptr(), (6, 16)), (args[2].data_ptr(), (8, 6))]
+    assert {*ran.names} == {"mm", "view", "t"} and ran.names.count("mm") == 4
+    assert [(x.shape, x.is_contiguous()) for x in gradients] == [(x.shape, True) for x in args]
 
 
 def test_a_decoder_has_it_where_nobody_asks_for_a_product(stand_in):

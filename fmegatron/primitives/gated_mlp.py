@@ -67,6 +67,7 @@ class _GatedMlp(Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, ctx.kind = inputs
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # or zeros would be made as its gradient
         ctx.save_for_backward(*tensors, output[1])
 
     @staticmethod
