@@ -143,7 +143,8 @@ def backward(g: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Te
 def forward_pair(both: Tensor, dim: int, kind: str) -> Tensor:
     """activation(gate) * up of both[... 2 columns] (dim=-2: halves) or [... columns 2] (dim=-1: turns), a new tensor."""
     if dim == -2:
-        return forward(*both.unbind(-2), kind)
+        gate, up = both.unbind(-2)
+        return forward(gate, up, kind)
     out = torch.empty(both.shape[:-1], dtype=both.dtype, device=both.device)
     if out.numel() == 0:
         return out
@@ -157,7 +158,8 @@ def backward_pair(g: Tensor, both: Tensor, dim: int, kind: str) -> Tensor:
     """The gradient of both, a new tensor like it."""
     found = torch.empty(both.shape, dtype=both.dtype, device=both.device)
     if dim == -2:
-        _write(g, *both.unbind(-2), kind, *found.unbind(-2), None)
+        (gate, up), (g_gate, g_up) = both.unbind(-2), found.unbind(-2)
+        _write(g, gate, up, kind, g_gate, g_up, None)
     elif g.numel():
         d, rows, columns = rows_of(g), rows_of(both.flatten(-2)), g.shape[-1]
         grid, block, warps = _grid(*d.shape)
