@@ -71,7 +71,9 @@ class _GatedMlp(Function):
         ctx.save_for_backward(*tensors, output[1])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, g: Tensor | None, _: Any) -> Any:
+        if g is None:
+            return None, None, None, None
         x, gate_up, down, both = ctx.saved_tensors
         if graph_wanted():
             with torch.enable_grad():
