@@ -247,6 +247,15 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("form", [{}, dict(z_loss=0.1)])
+def test_what_is_kept_gets_no_gradient_of_zeros(form):
+    x, w, labels = inputs(seq=16, embed=2, vocab=100, dtype=torch.float32)
+    loss = linear(x, w, labels, keep=True, **form).sum()
+    with Operations() as seen:
+        torch.autograd.grad(loss, (x, w))
+    assert "mm" in seen.names and not {n for n in seen.names if n.startswith(("zeros", "new_zeros"))}
+
+
 def test_options_cost_nothing_where_they_are_off():
     with Operations() as seen:
         kernels(torch.float32, False, 128, *module._form("", 0.0, 0.0, None, 1000))

@@ -336,12 +336,18 @@ class _LinearStatistics(Function):
         x, w, labels, filling, _, *ctx.options = inputs
         (lse, target, kept), (keep, fast) = output, ctx.options[-2:]
         ctx.mark_non_differentiable(kept)
+        ctx.set_materialize_grads(False)  # or zeros would be made as the gradient of what is kept
         ctx.overwritten = False
         of_kept = (lse if keep or fast else None, target if keep else None, kept if keep else None)
         ctx.save_for_backward(x, w, labels, filling, *of_kept)
 
     @staticmethod
-    def backward(ctx: Any, g_lse: Tensor, g_target: Tensor, _: Any) -> Any:
+    def backward(ctx: Any, g_lse: Tensor | None, g_target: Tensor | None, _: Any) -> Any:
+        if g_lse is None:
+            if g_target is None:
+                return (None,) * 12
+            g_lse = torch.zeros_like(g_target)
+        g_target = torch.zeros_like(g_lse) if g_target is None else g_target
         need_x, need_w, _, _, need_logits = ctx.needs_input_grad[:5]
         x, w, labels, filling, lse, target, kept = ctx.saved_tensors
         *options, keep, fast = ctx.options
