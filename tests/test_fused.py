@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from fmegatron import cli, job, optim, tree
+from fmegatron import checkpoint, cli, job, optim, tree
 from fmegatron.checking import infer_over
 from fmegatron.config import TrainConfig
 from fmegatron.context import Ctx
@@ -154,6 +154,17 @@ def test_frozen_leaves_stay_none():
     some["layers"][1]["k"] = None
     with pytest.raises(UserError, match="of layers.1.qkv some parts are None"):
         fuse(some, config)
+
+
+def test_a_checkpoint_with_gate_and_up_as_halves_is_refused(tmp_path):
+    """As the leaf once was: by its shape."""
+    spec = Decoder(small_config("llama", layers=1, **BOTH)).spec()
+    params = init(spec, key(0))
+    halves = {"layers": {0: {"gate_up": params["layers"][0]["gate_up"].mT.contiguous()}}}
+    checkpoint.save(tmp_path / "run", halves, step=1)
+    like = tree.tree_map(lambda x: x.mT, halves)
+    with pytest.raises(UserError, match=r"layers.0.gate_up \(\[12, 2, 24\] in it, \[12, 24, 2\] here\)"):
+        checkpoint.load(tmp_path / "run", like)
 
 
 def test_trees_of_another_model_are_refused():

@@ -44,7 +44,7 @@ def tokens_of(config):
     ("name", "changes", "routing", "dense_layers"),
     [
         ("llama", {}, MIXTRAL, ()),
-        ("llama", {"fused_gate_up": True}, MIXTRAL, (0,)),
+        ("llama", {"fused_gate_up": True, "mlp_bias": True}, MIXTRAL, (0,)),
         ("gpt2", {}, Routing(experts=3, top_k=2, normalised=True), ()),  # biases, no gate
         ("gemma2", {"mlp_bias": True}, Routing(experts=4, top_k=3, scores="sigmoid", normalised=True), (1,)),
     ],
