@@ -4,16 +4,20 @@
     fused_gate_up  gate_up  "embed mlp gated"     by turns: gate 0, up 0, gate 1, up 1, …
 
 and their biases without `embed`. kv heads and `mlp` are cut over ranks as they are apart, so a rank's shard needs no
-permutation. By turns are gate and up where quack-kernels' products take them so (see `fmegatron.primitives.gated_mlp`): no
-copy is made of weight or gradient. (A mixture's `experts_gate_up`, which is no option, has them as halves.) Where `group` is cut too (more tensor-parallel ranks than kv heads), each rank holds all queries of its kv
-heads, and multiplies by its own.
+permutation. Where `group` is cut too (more tensor-parallel ranks than kv heads), each rank holds all queries of its
+kv heads, and multiplies by its own.
+
+Gate and up lie by turns since quack-kernels' products take them so (see `fmegatron.primitives.gated_mlp`): neither
+weight nor gradient is copied. (A mixture's `experts_gate_up`, which is no option, has them as halves.)
 
 What is gained is the time in which small products leave a processor idle, so neither is the default: try `fused_qkv`
-where a rank has few or grouped heads. Measured by tests/bench/fused.py as time of fused / apart, forward and backward.
-One H200, bf16, 16384 tokens: whole models, compiled, 1.01 at 1.2B (16 kv heads) and 1.00 at 3.0B (8 kv heads, 24 of
-queries); uncompiled 1.07 at 1.2B, which is gate and up: torch's kernels for activations read half rows slowly. Queries,
-keys and values alone, uncompiled: 0.85 with 4 kv heads of 16; in a half to an eighth of the model, as tensor parallelism
-leaves a rank, 0.9 to 0.65. One CPU core, fp32, width 256: queries, keys and values 0.96, gate and up 1.02.
+where a rank has few or grouped heads. Measured by tests/bench/fused.py as time of fused / apart, forward and
+backward. One H200, bf16, 16384 tokens, with gate and up as halves and by torch's kernels: whole models, compiled,
+1.01 at 1.2B (16 kv heads) and 1.00 at 3.0B (8 kv heads, 24 of queries); uncompiled 1.07 at 1.2B, which is gate and
+up: the activations' kernels read half rows slowly. Queries, keys and values alone, uncompiled: 0.85 with 4 kv heads
+of 16; in a half to an eighth of the model, as tensor parallelism leaves a rank, 0.9 to 0.65. One CPU core, fp32,
+width 256: queries, keys and values 0.96; a model with gate and up 1.03 to 1.07, compiled or not. What gate and up
+gain is in quack-kernels' products (see `fmegatron.kernels.quack`).
 
 As much is kept for backward as apart: what is read there is copied out of the product where nothing else would keep it.
 Of optimizers, muon finds the matrices in a fused leaf, and adafactor takes the leaf as it is; rates by path, and patterns,

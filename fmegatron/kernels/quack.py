@@ -1,11 +1,11 @@
 """The two products around a gated activation with the activation in their epilogues, by quack-kernels (Dao et al.), where
 it is installed: `pip install fmegatron[kernels]`.
 
-On one H200, bfloat16, forward and backward of 16384 tokens through a gated MLP of 2048 × 8192: 7.44 ms, where cuBLAS's
-products with Triton's activation between take 7.74. They take gate and up by turns, as the weight is stored for them (see
-`fmegatron.primitives.gated_mlp`). The activated product, 256 MiB, is made
-again in backward in place of being kept. One tile for all sizes: the fastest at this one of five that were tried. Compiled
-when first met, in two seconds each.
+On one H200, bfloat16, forward and backward of 16384 tokens through a gated MLP of 2048 × 8192: 7.44 ms, where
+cuBLAS's products with Triton's activation between take 7.74. They take gate and up by turns, as the weight is stored
+for them (see `fmegatron.primitives.gated_mlp`). The activated product, 256 MiB, is made again in backward in place of
+being kept. One tile for all sizes: the fastest at this one of five that were tried. Compiled when first met, in two
+seconds each.
 """
 
 from __future__ import annotations
