@@ -30,7 +30,7 @@ from fmegatron.zero import with_sharded_state
 
 if TYPE_CHECKING:
     from fmegatron.checking import check, infer_over
-    from fmegatron.graphs import cuda_graph
+    from fmegatron.graphs import recorded
     from fmegatron.offload import offloaded
     from fmegatron.parallel.experts import mlp_experts
     from fmegatron.parallel.folding import expert_factoring
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # What many programs do without, imported with the first of its names.
 _LATER = {
     "fmegatron.checking": ("check", "infer_over"),
-    "fmegatron.graphs": ("cuda_graph",),
+    "fmegatron.graphs": ("recorded",),
     "fmegatron.offload": ("offloaded",),
     "fmegatron.parallel.experts": ("mlp_experts",),
     "fmegatron.parallel.folding": ("expert_factoring",),
@@ -97,7 +97,7 @@ __all__ = [
     "check_replicas",
     "constant",
     "count",
-    "cuda_graph",
+    "recorded",
     "describe",
     "dynamic_loss_scale",
     "evaluate",

@@ -50,13 +50,44 @@ def folded(key: Any, data: Any, fold: Callable[[Any, Any], Any]) -> Any:
     return type(key)(found.key(key, data, lambda n: fold(type(key)(tuple(f(n))), data).words, number))
 
 
+def as_one(f: Callable[..., Any], *args: Any) -> Any:
+    """f(*args), for a function of tensors that looks at their values and gives new ones, of shapes that do not depend on
+    them: where a step is recorded as a list of calls, it is one of them."""
+    return f(*args) if torch.compiler.is_compiling() or _whole is None else _whole(f, args)
+
+
 def recording() -> Recorder | None:
     """The recording that is under way."""
     return None if torch.compiler.is_compiling() else _active
 
 
-# No context variable: what a backward's own thread runs again must see it too.
+def watched() -> bool:
+    """Is a mode of torch's dispatcher around, other than the one that lists the calls of a recording?"""
+    return torch._C._len_torch_dispatch_stack() > (_whole is not None)
+
+
+def refusal(what: str) -> str:
+    """Why a step cannot be recorded."""
+    return (
+        f"recorded: the step cannot be recorded: it {what}; make it with check_finite=False, without a loss scale, and with "
+        "adamw or adam"
+    )
+
+
+# No context variables: what a backward's own thread runs again must see them too.
 _active: Recorder | None = None
+_whole: Callable[..., Any] | None = None
+
+
+@contextmanager
+def listed(whole: Callable[[Callable[..., Any], tuple[Any, ...]], Any]) -> Iterator[None]:
+    """The body's calls are listed, by a mode of torch's dispatcher; whole(f, args) lists one function (`as_one`)."""
+    global _whole
+    _whole = whole
+    try:
+        yield
+    finally:
+        _whole = None
 
 
 class Recorder:
@@ -68,7 +99,8 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.words = torch.zeros(ROOM, dtype=torch.int64, device=device)
-        self.fixed_words = torch.zeros(ROOM_FIXED, dtype=torch.int64, device=device)
+        # On a CPU the numbers are written where they lie, and at once: there the run that is listed computes with them.
+        self.here = self.words.numpy() if self.words.is_cpu else None
         self.inputs: dict[int, tuple[Tensor, int]] = {}  # by id: which number of the state a tensor stands for
         self.asked: list[Tensor] = []  # what `slot` has given, in order
         self.folded: dict[Any, Tensor] = {}  # (key, data): words
@@ -77,6 +109,7 @@ class Recorder:
         ] = {}  # by id: words of random keys, what they are of which number
         self.parts: list[tuple[Numbers, int, Tensor]] = []  # what fills `words`, in order: f, of which number
         self.fixed: list[int] = []
+        self.fixed_words: Tensor | None = None
         self.kept: list[Tensor] = []
         self.used = self.again = 0
 
@@ -91,11 +124,10 @@ class Recorder:
         finally:
             _active = None
 
-    def input(self, number: int, value: float) -> Tensor:
+    def input(self, number: int) -> Tensor:
         """A 0-d tensor that stands for a number of the state, int64 or float64."""
-        kind = torch.int64 if isinstance(value, int) else torch.float64
-        held = self._take(1, kind)[0]
-        self.parts.append((lambda x: (x,), number, held))
+        kind = torch.int64 if isinstance(self.values[number], int) else torch.float64
+        held = self._added(lambda x: (x,), number, kind)[0]
         self.inputs[id(held)] = (held, number)
         return held
 
@@ -103,7 +135,7 @@ class Recorder:
         """Memory of f's numbers of a number of the state. Raises `UserError` for any other count."""
         if id(count) not in self.inputs:
             raise UserError(
-                "cuda_graph: a number is computed on the host from a count that the step has changed before: compute it "
+                "recorded: a number is computed on the host from a count that the step has changed before: compute it "
                 "from the count that is in the state"
             )
         if self.again == len(self.asked):
@@ -120,7 +152,10 @@ class Recorder:
         return self.folded[name]
 
     def _added(self, f: Numbers, number: int, dtype: torch.dtype) -> Tensor:
-        held = self._take(len(f(self.values[number])), dtype)
+        made = _words(f(self.values[number]), dtype)
+        held = self._take(len(made), dtype)
+        if self.here is not None:
+            self.here[held.storage_offset() :][: len(made)] = made
         self.parts.append((f, number, held))
         return held
 
@@ -129,10 +164,12 @@ class Recorder:
 
         Only in the recording itself is what they are known; `upload` brings them to the device.
         """
+        if self.fixed_words is None:
+            self.fixed_words = torch.zeros(ROOM_FIXED, dtype=torch.int64, device=self.device)
         start = len(self.fixed)
         self.fixed.extend(values)
         if len(self.fixed) > ROOM_FIXED:
-            raise UserError("cuda_graph: the step has too many leaves for one graph: capture it in parts")
+            raise UserError("recorded: the step has too many leaves for one graph: record it in parts")
         return self.fixed_words[start : start + len(values)]
 
     values: Sequence[Any] = ()  # of the state's numbers, in the play that is next
@@ -147,17 +184,19 @@ class Recorder:
         self.values = values
         found = [0] * self.used
         for f, number, held in self.parts:
-            made, whole, at = f(values[number]), held.dtype == torch.int64, held.storage_offset()
-            found[at : at + len(made)] = [_signed(int(x)) if whole else _bits(x) for x in made]
-        self._copy(self.words, found)
+            made, at = _words(f(values[number]), held.dtype), held.storage_offset()
+            found[at : at + len(made)] = made
+        if self.here is not None:
+            self.here[: len(found)] = found
+        elif found:
+            self._copy(self.words, found)
 
     def upload(self) -> None:
         """Brings the constants to the device."""
-        self._copy(self.fixed_words, self.fixed)
+        if self.fixed_words is not None:
+            self._copy(self.fixed_words, self.fixed)
 
     def _copy(self, to: Tensor, values: list[int]) -> None:
-        if not values:
-            return
         # a new pinned tensor each time: the one before may still be on its way
         host = torch.from_numpy(np.array(values, dtype=np.int64))
         host = host.pin_memory() if self.device.type == "cuda" else host
@@ -166,11 +205,16 @@ class Recorder:
     def _take(self, n: int, dtype: torch.dtype) -> Tensor:
         if self.used + n > ROOM:
             raise UserError(
-                f"cuda_graph: a step with more than {ROOM} numbers that the host computes cannot be captured"
+                f"recorded: a step with more than {ROOM} numbers that the host computes cannot be recorded"
             )
         held = self.words[self.used : self.used + n]
         self.used += n + n % 2  # compiled code reads aligned to 16 bytes
         return held if dtype == torch.int64 else held.view(torch.float64)
+
+
+def _words(numbers: Sequence[float], dtype: torch.dtype) -> list[int]:
+    """Numbers as the int64 that have their bits."""
+    return [_signed(int(x)) if dtype == torch.int64 else _bits(x) for x in numbers]
 
 
 def _bits(x: float) -> int:

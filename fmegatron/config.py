@@ -418,7 +418,7 @@ class TrainConfig:
     keep_probabilities: bool | None = None
     """Keep the loss's probabilities for the backward pass instead of computing logits again; None: on a GPU in half
     precision, up to 2^30 of them."""
-    cuda_graph: bool = False
+    recorded: bool = False
     """Record a step as a CUDA graph and play it, for small models on one GPU, whose kernels the host launches more slowly
     than they run; with adamw or adam."""
     offload_optimizer: bool = False

@@ -22,7 +22,7 @@ from fmegatron.data import TokenDataset, eval_batches
 from fmegatron.errors import UserError
 from fmegatron.feeding import to_device
 from fmegatron.fp8 import scaling as fp8
-from fmegatron.graphs import cuda_graph
+from fmegatron.graphs import recorded
 from fmegatron.job_model import (
     check_fp8,
     export_problem,
@@ -195,7 +195,7 @@ def make_pipeline(config: TrainConfig, model: Decoder, setup: Setup) -> Pipeline
                     f"--{name} {getattr(config, name)} is for a mesh with pp: add it to --mesh, or leave it out"
                 )
         return None
-    for flag, given in (("--cuda-graph", config.cuda_graph), ("--debug", config.debug)):
+    for flag, given in (("--cuda-graph", config.recorded), ("--debug", config.debug)):
         if given:
             raise UserError(f"{flag} does not work in a pipeline: leave it out, or pp out of --mesh {config.mesh}")
     try:
@@ -321,7 +321,7 @@ def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:
         gradients=make_gradients(config, model, setup, spec, pipe),
         update_params=model.update_params,
     )
-    step = cuda_graph(step) if config.cuda_graph else step
+    step = recorded(step) if config.recorded else step
     return Run(setup, model, spec, optimizer, scaling, step, late, pipe)
 
 

@@ -35,7 +35,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fmegatron.capturing import folded
+from fmegatron.capturing import folded, watched
 from fmegatron.errors import UserError
 from fmegatron.tree import NAMESPACE
 
@@ -353,7 +353,7 @@ def _plain(device: Any, *tensors: Any) -> bool:
     """May we loop over pieces? Not when compiled, under torch.func or a dispatch mode, nor on simulated tensors."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if torch._C._len_torch_dispatch_stack() or torch.empty(0, device=device).is_meta:
+    if watched() or torch.empty(0, device=device).is_meta:
         return False
     return all(type(t) is Tensor for t in tensors if isinstance(t, Tensor))
 

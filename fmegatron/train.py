@@ -154,7 +154,7 @@ def run_here(config: TrainConfig, device: torch.device, start: float) -> int:
 
 def check_graph(config: TrainConfig, device: torch.device, world: int) -> None:
     """Raises UserError where --cuda-graph cannot record a step."""
-    if not config.cuda_graph:
+    if not config.recorded:
         return
     half = "float16" in (config.precision.params, config.precision.compute)
     for wrong, fix in (

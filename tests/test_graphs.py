@@ -1,4 +1,4 @@
-"""`cuda_graph`: what is recorded and what is computed anew, on a CPU with a recording that runs the step again, as it
+"""`recorded`: what is recorded and what is computed anew, on a CPU with a recording that runs the step again, as it
 then reads the same memory; and on a GPU with CUDA graphs."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from fmegatron import capturing, tree
 from fmegatron.errors import UserError
 from fmegatron.fp8 import Fp8, scaling
-from fmegatron.graphs import _Graphed, cuda_graph
+from fmegatron.graphs import recorded
 from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.optim import adamw, chain, clip_by_global_norm, ema, sgd, with_master, with_stochastic_rounding
 from fmegatron.precision import Precision
@@ -25,26 +25,6 @@ from tests.optim_trees import same
 torch.set_num_threads(1)
 SIZES = DecoderConfig(vocab=40, embed=16, layers=2, heads=2, kv_heads=1, mlp=24, dropout=0.2)
 RATE = cosine(0.01, total=20, warmup=3)
-
-
-class Again:
-    """A recording that runs the step again."""
-
-    def record(self, run: Any) -> None:
-        """As on a GPU, it changes nothing."""
-        self.run, held = run, [t for t in run.__self__.state if torch.is_tensor(t)]
-        before = [t.clone() for t in held]
-        run()
-        for t, b in zip(held, before, strict=True):
-            t.copy_(b)
-        self.metrics = run.__self__.metrics
-
-    def play(self) -> None:
-        """As on a GPU, what comes out lies where it lay before."""
-        self.run()
-        for dtype, pack in self.metrics[2].items():
-            pack.copy_(self.run.__self__.metrics[2][dtype])
-        self.run.__self__.metrics = self.metrics
 
 
 def batch(seed: int, rows: int = 3, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -102,7 +82,7 @@ def equal(graphed: tuple[Any, Any], plain: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_recorded_step_is_the_step(name, donate) -> None:
     step, state = made(name, donate)
-    graphed = run(_Graphed(step, 2, Again), state)
+    graphed = run(recorded(step), state)
     equal(graphed, run(*made(name)))
     assert graphed[0].step == 6  # numbers stay numbers
 
@@ -110,7 +90,7 @@ def test_a_recorded_step_is_the_step(name, donate) -> None:
 def test_the_state_goes_on_from_another() -> None:
     """A checkpoint's tensors are copied into the recording's, and its numbers count."""
     step, state = made("adamw")
-    graphed = _Graphed(step, 1, Again)
+    graphed = recorded(step, warmup=1)
     run(graphed, state, steps=3)
     step, state = made("adamw")
     state, _ = run(step, state, steps=4)
@@ -124,7 +104,7 @@ def test_the_state_goes_on_from_another() -> None:
 
 def test_metrics_outlive_the_next_play() -> None:
     step, state = made("adamw")
-    _, rows = run(_Graphed(step, 1, Again), state, steps=4)
+    _, rows = run(recorded(step, warmup=1), state, steps=4)
     assert len({float(r["loss"]) for r in rows}) == 4
 
 
@@ -139,7 +119,7 @@ def test_metrics_outlive_the_next_play() -> None:
 )
 def test_what_a_recording_refuses(change, part) -> None:
     step, state = made("adamw")
-    graphed = _Graphed(step, 1, Again)
+    graphed = recorded(step, warmup=1)
     state, _ = run(graphed, state, steps=2)
     with pytest.raises(UserError) as error:
         graphed(*change(state, batch(0)))
@@ -150,7 +130,7 @@ def test_a_number_that_does_not_change_by_a_constant() -> None:
     def doubling(state: Any, batch: Any) -> Any:
         return {"n": 2 * state["n"], "x": state["x"] + 1}, {}
 
-    graphed = _Graphed(doubling, 2, Again)
+    graphed = recorded(doubling)
     state, _ = graphed({"n": 1, "x": torch.zeros(2)}, {})
     with pytest.raises(UserError, match="n of the state changes by 1 in one step and by 2 in another"):
         graphed(state, {})
@@ -161,7 +141,7 @@ def test_a_count_that_the_host_cannot_know() -> None:
         capturing.numbers(lambda n: (float(n),), state["n"] + 1)
         return {"n": state["n"] + 1, "x": state["x"] + 1}, {}
 
-    graphed = _Graphed(step, 1, Again)
+    graphed = recorded(step, warmup=1)
     state, _ = graphed({"n": 1, "x": torch.zeros(2)}, {})
     with pytest.raises(UserError, match="from the count that is in the state"):
         graphed(state, {})
@@ -189,7 +169,7 @@ def test_delayed_scaling_is_recorded(monkeypatch) -> None:
 
     monkeypatch.setattr(torch.Tensor, "__bool__", asked)
     step, state = delayed()
-    graphed = _Graphed(step, 1, Again)
+    graphed = recorded(step, warmup=1)
     got = run(graphed, state, steps=5, rows=16)
     step, state = delayed()
     equal(got, run(step, state, steps=5, rows=16))
@@ -203,9 +183,9 @@ def test_delayed_scaling_is_recorded(monkeypatch) -> None:
 
 def test_on_a_cpu_it_is_the_step_itself() -> None:
     step, state = made("adamw")
-    equal(run(cuda_graph(step), state), run(*made("adamw")))
+    equal(run(recorded(step), state), run(*made("adamw")))
     with pytest.raises(UserError, match="warmup"):
-        cuda_graph(step, warmup=0)
+        recorded(step, warmup=0)
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -217,7 +197,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_cuda_graph_equals_the_step(name, donate) -> None:
     step, state = made(name, donate, "cuda")
-    graphed = run(cuda_graph(step), state, device="cuda")
+    graphed = run(recorded(step), state, device="cuda")
     equal(graphed, run(*made(name, device="cuda"), device="cuda"))
 
 
@@ -226,7 +206,7 @@ def test_cuda_graph_equals_the_step(name, donate) -> None:
 @pytest.mark.parametrize("compile", [False, True])
 def test_cuda_graph_with_delayed_scaling(compile) -> None:
     step, state = delayed("cuda", compile=compile)
-    graphed = run(cuda_graph(step), state, device="cuda", rows=16)
+    graphed = run(recorded(step), state, device="cuda", rows=16)
     step, state = delayed("cuda", compile=compile)
     equal(graphed, run(step, state, device="cuda", rows=16))
 
@@ -236,7 +216,7 @@ def test_cuda_graph_with_delayed_scaling(compile) -> None:
 def test_what_cannot_be_recorded_on_a_gpu() -> None:
     sh, model, optimizer = Sharding(), Decoder(SIZES), sgd(0.1)
     params = init(model.spec(), key(0), device="cuda")
-    step = cuda_graph(train_step(model.loss, optimizer, weights=model.weights, sh=sh, donate=True), warmup=1)
+    step = recorded(train_step(model.loss, optimizer, weights=model.weights, sh=sh, donate=True), warmup=1)
     state = TrainState(0, params, optimizer.init(params), key(1))
     state, _ = step(state, batch(0, device="cuda"))
     torch.manual_seed(3)

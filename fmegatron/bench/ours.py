@@ -15,7 +15,7 @@ from fmegatron.bench.timing import Contender, bytes_of
 from fmegatron.bench.works import Work
 from fmegatron.context import Ctx
 from fmegatron.fp8 import Fp8, scaling
-from fmegatron.graphs import cuda_graph
+from fmegatron.graphs import recorded
 from fmegatron.mesh import make_mesh
 from fmegatron.models import Decoder
 from fmegatron.optim.moments import moments_name
@@ -120,7 +120,7 @@ def _contender(
     graph = mode == "graph"  # a recorded step reads nothing on the host
     options: dict[str, Any] = {"sh": sh, "spec": spec, "donate": True, "check_finite": not graph}
     whole = train_step(model.loss, shared.optimizer, weights=model.weights, **options)
-    whole = cuda_graph(whole) if graph else whole
+    whole = recorded(whole) if graph else whole
 
     def forward_backward(extras: Any) -> tuple[Tensor, Any, list[Tensor]]:
         now = sh if precision.fp8 is None else scaling.begin(sh, extras, spec=shared.spec)
@@ -134,18 +134,18 @@ def _contender(
         loss, extras, found[:] = forward_backward(state["extras"])
         return {**state, "extras": extras}, {"loss": loss}
 
-    recorded = [cuda_graph(kept)] if graph else []
+    whole_graph = [recorded(kept)] if graph else []
 
     def gradients() -> tuple[Tensor, list[Tensor]]:
-        if recorded:
-            state, metrics = recorded[0]({"params": shared.params, "extras": shared.extras}, batch)
+        if whole_graph:
+            state, metrics = whole_graph[0]({"params": shared.params, "extras": shared.extras}, batch)
             shared.extras = state["extras"]
             return metrics["loss"], found
         loss, shared.extras, grads = forward_backward(shared.extras)
         return loss, grads
 
     def prepare() -> None:
-        recorded.clear()  # its memory is nobody else's
+        whole_graph.clear()  # its memory is nobody else's
         found.clear()
         shared.prepare()
 

@@ -151,8 +151,8 @@ def _seen_any(steps: Any) -> bool:
 def _noted(steps: int) -> tuple[float]:
     if not steps:
         raise UserError(
-            "cuda_graph: delayed fp8 scaling was recorded with a history, and this state has none (0 steps): make another "
-            "cuda_graph for it"
+            "recorded: delayed fp8 scaling was recorded with a history, and this state has none (0 steps): make another "
+            "recording for it"
         )
     return (float(steps),)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fmegatron import tree
+from fmegatron.capturing import recording
 from fmegatron.errors import UserError
 from fmegatron.optim import leaves
 from fmegatron.optim.leaves import buffer_of, grouped, holder_of, layout_of
@@ -219,10 +220,11 @@ def _run(
 
 
 def _factor(scale: Tensor | None, like: Tensor) -> Tensor | None:
-    """What to multiply by on the device of a leaf; None where that is a one, which a CPU may ask."""
+    """What to multiply by on the device of a leaf; None where that is a one, which a CPU may ask
+    outside of a recording."""
     if scale is None or is_local(scale) or is_local(like):
         return scale
-    if scale.device.type == like.device.type == "cpu":
+    if scale.device.type == like.device.type == "cpu" and recording() is None:
         return scale if float(scale) != 1.0 else None
     return scale.to(like.device)
 

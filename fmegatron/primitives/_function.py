@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from fmegatron.capturing import as_one
 from fmegatron.function import under_torch_func
 from fmegatron.operators import custom_operator
 
@@ -28,10 +29,13 @@ def may_overwrite() -> bool:
     return not (torch.compiler.is_compiling() or under_torch_func())
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+def operator(name: str, *, reads: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """`custom_operator` where somebody looks (compiled code, simulation, tracing, torch.func); in eager code with plain
     tensors that hold data the function itself: the way through the dispatcher and back into Python costs time of the
-    host."""
+    host.
+
+    reads: it looks at values, on a CPU; so it is one call of a recorded step too.
+    """
 
     def made(body: Callable[..., Any]) -> Any:
         through_dispatcher = custom_operator(name)(body)
@@ -40,7 +44,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
             x = args[0]
             if type(x) is not torch.Tensor or x.is_meta or torch.compiler.is_compiling() or under_torch_func():
                 return through_dispatcher(*args)
-            return body(*args)
+            return as_one(body, *args) if reads else body(*args)
 
         call.register_fake = through_dispatcher.register_fake  # type: ignore[attr-defined]
         call.__wrapped__ = body  # type: ignore[attr-defined]

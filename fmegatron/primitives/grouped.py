@@ -79,7 +79,7 @@ class ByGroup(Function):
         return gx, apply_function(Grouped, x, gw, ends, None) if by_g else None, None
 
 
-@operator("fmegatron::grouped_products")
+@operator("fmegatron::grouped_products", reads=True)
 def products(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """x[row in], w[group in out] -> [row out], without a graph."""
     if _native(x):
@@ -95,7 +95,7 @@ def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[-1])
 
 
-@operator("fmegatron::products_by_group")
+@operator("fmegatron::products_by_group", reads=True)
 def by_group(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """x[row in], g[row out] -> [group in out], the sum over each group's rows, without a graph."""
     if _native(x):

@@ -31,7 +31,7 @@ from fmegatron.fp8 import Fp8, kernels, scaling
 from fmegatron.fp8.cast import cast, scale_of
 from fmegatron.fp8.multiply import multiply
 from fmegatron.fp8.policy import FORMATS
-from fmegatron.graphs import cuda_graph
+from fmegatron.graphs import recorded
 from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.optim import adamw
 from fmegatron.precision import Precision
@@ -338,7 +338,7 @@ def text(n: int) -> dict[str, torch.Tensor]:
 def trained(model: Decoder, recipe: str | None, steps: int) -> tuple[Any, list[torch.Tensor]]:
     """(parameters, the loss of every step); not recorded where that fails."""
     sh, spec = learning(recipe), model.spec()
-    for wrap in (cuda_graph, lambda step: step):
+    for wrap in (recorded, lambda step: step):
         optimizer = adamw(2e-3)
         options: dict[str, Any] = {"sh": sh, "spec": spec, "donate": True, "check_finite": False}
         step = wrap(train_step(model.loss, optimizer, weights=model.weights, **options))
@@ -351,7 +351,7 @@ def trained(model: Decoder, recipe: str | None, steps: int) -> tuple[Any, list[t
                 state, metrics = step(state, text(n))
                 losses.append(metrics["loss"])
         except UserError as error:
-            if wrap is not cuda_graph:
+            if wrap is not recorded:
                 raise
             print(f"  {recipe}: not recorded: {error}", flush=True)
             continue

@@ -41,7 +41,7 @@ import torch
 from fmegatron import tree
 from fmegatron.bench.works import Work, flops
 from fmegatron.fp8 import Fp8, scaling
-from fmegatron.graphs import cuda_graph
+from fmegatron.graphs import recorded
 from fmegatron.models import PRESETS, Decoder, DecoderConfig
 from fmegatron.optim import adamw, decay_mask, with_master, with_stochastic_rounding
 from fmegatron.precision import Precision
@@ -98,7 +98,7 @@ def made(config: DecoderConfig, variant: Variant, save: Any, params: Any, *, com
     step = train_step(model.loss, optimizer, weights=model.weights, sh=sh, spec=spec, **options)
     extras = scaling.init(fp8, spec, device=tree.leaves(params)[0].device)
     state = TrainState(0, params, optimizer.init(params), key(1), extras)
-    return (cuda_graph(step) if variant.recorded else step), state
+    return (recorded(step) if variant.recorded else step), state
 
 
 def batch(config: DecoderConfig, rows: int, device: str) -> dict[str, torch.Tensor]:

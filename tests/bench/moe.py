@@ -44,7 +44,7 @@ from fmegatron.accumulate import accumulate
 from fmegatron.context import Ctx
 from fmegatron.fp8 import Fp8, scaling
 from fmegatron.fp8.grouped import Call, GroupedUse
-from fmegatron.graphs import cuda_graph
+from fmegatron.graphs import recorded
 from fmegatron.kernels.moe import gather_rows, sort_by_expert, sum_choices, top_experts, weighted_gated, wide_product
 from fmegatron.precision import Precision
 from fmegatron.primitives.grouped import by_group, grouped_product, products
@@ -696,7 +696,7 @@ def ours(run: Run, load: str, ids: Tensor) -> list[Contender]:
             into[:] = [grads]  # in the recording's memory, which each play overwrites
             return state, {"loss": loss}
 
-        step = cuda_graph(kept)
+        step = recorded(kept)
         found.append(Contender(name, call, own))
         found.append(Contender(f"{name}, recorded", functools.partial(step, {"params": params}, batch), own))
     return found

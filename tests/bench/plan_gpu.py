@@ -5,7 +5,7 @@
 
 The machine is calibrated first, by kernels alone (`fmegatron.bench.calibrate`); no constant of the planner is fitted to what is
 measured here. Peak memory is torch's max_memory_allocated of the third eager step, which donates its state; time the median of
-steps played from a recording (`cuda_graph`), and of eager ones beside it.
+steps played from a recording (`recorded`), and of eager ones beside it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from fmegatron import optim
 from fmegatron.bench.calibrate import calibrate, report
 from fmegatron.fp8 import Fp8
-from fmegatron.graphs import cuda_graph
+from fmegatron.graphs import recorded
 from fmegatron.job_model import computations
 from fmegatron.models import PRESETS, Decoder, DecoderConfig, MoE
 from fmegatron.parallel.routing import Routing
@@ -187,14 +187,14 @@ def measured(case: Case, device: torch.device) -> dict[str, Any]:
     times = eager[1:]
     if gpu:
         torch.cuda.empty_cache()
-        recorded = cuda_graph(step, warmup=1)
+        played = recorded(step, warmup=1)
         for _ in range(3):
-            state, _ = recorded(state, batch)
+            state, _ = played(state, batch)
         times = []
         for _ in range(8):
             wait()
             begin = time.perf_counter()
-            state, _ = recorded(state, batch)
+            state, _ = played(state, batch)
             wait()
             times.append(time.perf_counter() - begin)
     held = sum(t.numel() * t.element_size() for t in leaves((state.params, state.opt)) if isinstance(t, torch.Tensor))

@@ -25,7 +25,7 @@ from fmegatron import tree
 from fmegatron.accumulate import accumulate
 from fmegatron.context import Ctx
 from fmegatron.feeding import no_waiting
-from fmegatron.graphs import cuda_graph
+from fmegatron.graphs import recorded
 from fmegatron.models import PRESETS, Decoder, DecoderConfig
 from fmegatron.offload import offloaded, settle
 from fmegatron.optim import (
@@ -169,7 +169,7 @@ class Bench:
         tiny = dataclasses.replace(TINY, dropout=0.1)
         batch = self.batch(tiny, 2, 16)
         ends = {}
-        for name, wrap in {"plain": lambda s: s, "graph": cuda_graph}.items():
+        for name, wrap in {"plain": lambda s: s, "graph": recorded}.items():
             _, _, step, state = self.made(tiny)
             step = wrap(step)
             for _ in range(6):
@@ -277,7 +277,7 @@ class Bench:
         config = PRESETS["gpt2"] if self.gpu else TINY
         for rows, seq in ((1, 1024), (8, 1024)) if self.gpu else ((2, 16),):
             found = {}
-            for name, wrap in {"as it is": lambda s: s, "graph": cuda_graph}.items():
+            for name, wrap in {"as it is": lambda s: s, "graph": recorded}.items():
                 self.fresh()
                 _, _, step, state = self.made(config)
                 run = self.stepping(wrap(step), state, self.batch(config, rows, seq))
