@@ -14,8 +14,10 @@ run: the same operations on the same numbers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fmegatron import capturing
 from fmegatron.errors import UserError
@@ -50,7 +52,7 @@ class Calls:
         Raises `UserError` where the run reads a value on the host, or does what no list of calls can stand for.
         """
         listing = _Listing()
-        with _Readers(listing), listing, capturing.listed(listing.whole):
+        with _uncompiled(), _Readers(listing), listing, capturing.listed(listing.whole):
             found = run()
         slots = [listing.slot(t) for t in found]
         self.function, self.source = _function(listing.calls, slots)
@@ -107,7 +109,14 @@ class _Call:
     kept: bool
 
 
-class _Listing(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in it, and what keeps the compiler out would import it, which takes a second."""
+        return False
+
+
+class _Listing(_Mode):
     """Lists what is called in it. No tensor of the run is held by the list."""
 
     def __init__(self) -> None:
@@ -145,7 +154,7 @@ class _Listing(TorchDispatchMode):
         """f(*args) as one call: a function of tensors that looks at their values, and makes new ones of shapes that do
         not depend on them."""
         there = _replaced(args, self.slot)
-        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             found = f(*args)
         self._add(f, there, {}, found, [], kept=False)
         return found
@@ -157,9 +166,7 @@ class _Listing(TorchDispatchMode):
         place = _place(x)
         if place not in memory.slots:
             if known and not memory.held:
-                raise _refusal(
-                    f"makes a view of {tuple(x.shape)} that torch's dispatcher does not see (compiled code does so)"
-                )
+                raise _refusal(f"makes a view of shape {tuple(x.shape)} that torch's dispatcher does not see")
             memory.slots[place] = _Slot(memory, x.nbytes, x.detach() if memory.held else None)
         return memory.slots[place]
 
@@ -227,6 +234,12 @@ class _Readers(TorchFunctionMode):
         if func in self.FUNCTIONS and not self.listing.steady(args[0]):
             raise _refusal(f"reads a value on the host ({func.__name__})")
         return func(*args, **(kwargs or {}))
+
+
+def _uncompiled() -> Any:
+    """Compiled functions run as they were written: torch's dispatcher does not see what compiled code does."""
+    there = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if there else contextlib.nullcontext()
 
 
 def _refusal(what: str) -> UserError:
@@ -313,7 +326,7 @@ class _OtherError(Exception):
     """A binding does not come to the one operator."""
 
 
-class _Same(TorchDispatchMode):
+class _Same(_Mode):
     """Lets one call pass, of this operator with these arguments."""
 
     def __init__(self, func: Any, args: tuple, kwargs: dict) -> None:

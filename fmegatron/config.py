@@ -419,8 +419,9 @@ class TrainConfig:
     """Keep the loss's probabilities for the backward pass instead of computing logits again; None: on a GPU in half
     precision, up to 2^30 of them."""
     recorded: bool = False
-    """Record a step as a CUDA graph and play it, for small models on one GPU, whose kernels the host launches more slowly
-    than they run; with adamw or adam."""
+    """Record a step and play it, for small models, on whose calls the host spends more time than on their arithmetic: as a
+    CUDA graph on one GPU, as a list of calls on a CPU in one process; with adamw or adam. Off by default, as a loss that
+    is not finite is then found after the update."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory; it comes to the GPU a part at a time while it is updated."""
     debug: bool = False

@@ -29,8 +29,9 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 def recorded(step: Step, *, warmup: int = 2) -> Step:
     """step(state, batch) -> (state, metrics) whose calls after the first `warmup` play a recording.
 
-    The numbers are those of the step itself, bit by bit on a CPU; what Python alone makes, such as tensors of its numbers,
-    stays what it was in the recording. torch's own random numbers are drawn anew in every play.
+    The numbers are those of the step itself. What Python alone makes, such as tensors of its numbers, stays what it was
+    in the recording; torch's own random numbers are drawn anew in every play. On a CPU compiled functions are recorded
+    as they were written, without the compiler.
 
     The state's tensors become the recording's own: each call overwrites them and gives them back, whether the step
     donates or not (a step that does needs no copies), and a state whose tensors are others, such as a checkpoint's, is
@@ -38,7 +39,8 @@ def recorded(step: Step, *, warmup: int = 2) -> Step:
 
     Python's numbers in the state, such as counts of steps, must change by a constant in every step, or not at all; what
     the step computes of them on the host (a learning rate by a schedule, a random key) is computed anew for every call,
-    where it asks for it by `capturing.numbers`, as adamw and adam and `fold_in` do.
+    where it asks for it by `capturing.numbers`, as adamw and adam and `fold_in` do. (Where it computes with the count
+    itself, that is a tensor in a recording, and the last bits may be others.)
 
     Raises `UserError` for a batch or a state of other shapes, dtypes or values than the recorded ones (make another
     recording for those), a state divided over ranks, and a step that cannot be recorded: one that reads a value on the

@@ -81,7 +81,7 @@ class Run:
 
     spec: of what this rank holds. pipe: of a mesh with the axis pp.
     late: is it left to who reads a step's metrics to find that they are not finite? So the host need not wait for a GPU
-    in every step.
+    in every step, and a recorded step need not read them.
     """
 
     setup: Setup
@@ -195,7 +195,7 @@ def make_pipeline(config: TrainConfig, model: Decoder, setup: Setup) -> Pipeline
                     f"--{name} {getattr(config, name)} is for a mesh with pp: add it to --mesh, or leave it out"
                 )
         return None
-    for flag, given in (("--cuda-graph", config.recorded), ("--debug", config.debug)):
+    for flag, given in (("--recorded", config.recorded), ("--debug", config.debug)):
         if given:
             raise UserError(f"{flag} does not work in a pipeline: leave it out, or pp out of --mesh {config.mesh}")
     try:
@@ -307,7 +307,7 @@ def make_run(config: TrainConfig, sizes: DecoderConfig, setup: Setup) -> Run:
     setup.sh.check_spec(spec)
     optimizer = with_sharded_state(make_optimizer(config, model.spec(), setup.precision, held), spec, setup.sh)
     scaling = make_loss_scaling(config, setup.precision)
-    late = setup.device.type == "cuda" and scaling is None and not config.debug
+    late = (setup.device.type == "cuda" or config.recorded) and scaling is None and not config.debug
     step = train_step(
         model.loss,
         optimizer,

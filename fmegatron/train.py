@@ -90,7 +90,7 @@ def run(config: TrainConfig, *, start: float | None = None) -> int:
 def run_here(config: TrainConfig, device: torch.device, start: float) -> int:
     """`run` on the ranks of a process group that exists already, or on one process."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    check_graph(config, device, world)
+    check_recorded(config, device, world)
     out = Path(config.out)
     with nothing_left_behind(out, rank):
         begun = newest_checkpoint(config)
@@ -152,24 +152,24 @@ def run_here(config: TrainConfig, device: torch.device, start: float) -> int:
 # steps
 
 
-def check_graph(config: TrainConfig, device: torch.device, world: int) -> None:
-    """Raises UserError where --cuda-graph cannot record a step."""
+def check_recorded(config: TrainConfig, device: torch.device, world: int) -> None:
+    """Raises UserError where --recorded cannot record a step."""
     if not config.recorded:
         return
     half = "float16" in (config.precision.params, config.precision.compute)
     for wrong, fix in (
-        (device.type != "cuda", f"records the work of a GPU, and this run is on {device.type}: leave it out"),
+        (world > 1, f"records a step of one rank, and this run has {world}, whose messages it cannot: leave it out"),
         (
-            world > 1,
-            f"records a step on one GPU, and this run has {world} ranks, whose messages it cannot: leave it out",
+            device.type == "cpu" and config.compile,
+            "records what compiled code does on a GPU alone: leave it or --compile out",
         ),
         (config.debug, "plays steps in which --debug sees nothing: leave one of them out"),
         (half, "cannot record a loss scale, which the host decides: use bfloat16 in place of float16"),
-        (config.offload_optimizer, "records the memory of the GPU alone: leave it or --offload-optimizer out"),
+        (config.offload_optimizer, "records the memory of one device: leave it or --offload-optimizer out"),
         (config.optim.name not in ADAMS, f"records adamw and adam, not --optim.name {config.optim.name}: leave it out"),
     ):
         if wrong:
-            raise UserError(f"--cuda-graph {fix}")
+            raise UserError(f"--recorded {fix}")
 
 
 def newest_checkpoint(config: TrainConfig) -> checkpoint.Info | None:

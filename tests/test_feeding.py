@@ -124,7 +124,7 @@ def test_a_gpu_gets_its_batches_ahead_and_waits_for_nothing():
 def test_runs_on_a_gpu_with_and_without_a_graph(tmp_path: Path):
     corpus = write_corpus(tmp_path / "text.jsonl", documents=24)
     found = []
-    for name, more in (("plain", ()), ("graph", ("--cuda-graph",)), ("host", ("--offload-optimizer",))):
+    for name, more in (("plain", ()), ("graph", ("--recorded",)), ("host", ("--offload-optimizer",))):
         given = flags(corpus, tmp_path / name, "--device", "cuda", "--dropout", "0.1", *more, steps=8, eval_every=3)
         assert train.run_here(cli.parse_train(given), torch.device("cuda"), time.monotonic()) == 0
         found.append(losses(tmp_path / name))

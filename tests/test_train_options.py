@@ -172,19 +172,19 @@ def late_run(late: bool, broken: int | None = None) -> Any:
 
 
 def test_what_a_graph_refuses(tmp_path, corpus) -> None:
-    with pytest.raises(UserError, match="--cuda-graph records the work of a GPU, and this run is on cpu"):
-        go(flags(corpus, tmp_path / "x", "--cuda-graph"))
+    with pytest.raises(UserError, match="--recorded records what compiled code does on a GPU alone"):
+        go(flags(corpus, tmp_path / "x", "--recorded", "--compile"))
     gpu = torch.device("cuda")
     for more, world, words in (
-        ((), 2, "this run has 2 ranks"),
+        ((), 2, "this run has 2, whose"),
         (("--debug",), 1, "--debug sees nothing"),
         (("--precision.compute", "float16"), 1, "use bfloat16"),
         (("--offload-optimizer",), 1, "--offload-optimizer out"),
         (("--optim.name", "lion"), 1, "not --optim.name lion"),
     ):
         with pytest.raises(UserError, match=words):
-            train.check_graph(cli.parse_train(flags(corpus, tmp_path / "x", "--cuda-graph", *more)), gpu, world)
-    train.check_graph(cli.parse_train(flags(corpus, tmp_path / "x", "--cuda-graph")), gpu, 1)
+            train.check_recorded(cli.parse_train(flags(corpus, tmp_path / "x", "--recorded", *more)), gpu, world)
+    train.check_recorded(cli.parse_train(flags(corpus, tmp_path / "x", "--recorded")), gpu, 1)
 
 
 def test_two_ranks_equal_one(tmp_path, corpus) -> None:

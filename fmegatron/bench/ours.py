@@ -114,10 +114,10 @@ def _contender(
     if on_mesh:
         mesh = make_mesh("dp=1,tp=1", device=batch["tokens"].device.type)
         sh = Sharding(mesh, standard_rules(mesh, sequence_parallel=True, store="dp"), precision=precision)
-    model = Decoder(work.config, save=save, compile=mode != "eager")
+    graph, on_gpu = mode == "graph", batch["tokens"].is_cuda  # a recorded step reads nothing on the host
+    model = Decoder(work.config, save=save, compile=mode == "compiled" or (graph and on_gpu))
     spec = shared.spec if on_mesh else None
     one = accumulate(model.loss, weights=model.weights, spec=spec)
-    graph = mode == "graph"  # a recorded step reads nothing on the host
     options: dict[str, Any] = {"sh": sh, "spec": spec, "donate": True, "check_finite": not graph}
     whole = train_step(model.loss, shared.optimizer, weights=model.weights, **options)
     whole = recorded(whole) if graph else whole
@@ -131,8 +131,9 @@ def _contender(
     found: list[Tensor] = []  # gradients in the memory of the recording, which every play overwrites
 
     def kept(state: Any, batch: Any) -> tuple[Any, Any]:
-        loss, extras, found[:] = forward_backward(state["extras"])
-        return {**state, "extras": extras}, {"loss": loss}
+        loss, extras, grads = forward_backward(state["extras"])
+        found[:] = grads if on_gpu else []
+        return {**state, "extras": extras}, {"loss": loss, "grads": [] if on_gpu else grads}
 
     whole_graph = [recorded(kept)] if graph else []
 
@@ -140,7 +141,7 @@ def _contender(
         if whole_graph:
             state, metrics = whole_graph[0]({"params": shared.params, "extras": shared.extras}, batch)
             shared.extras = state["extras"]
-            return metrics["loss"], found
+            return metrics["loss"], found or metrics["grads"]
         loss, shared.extras, grads = forward_backward(shared.extras)
         return loss, grads
 
@@ -157,7 +158,7 @@ def _contender(
     where = ", one-rank mesh" if on_mesh else ""
     rules = "TP, SP and FSDP rules on axes of size one" if on_mesh else "no mesh"
     notes = {
-        "blocks": "eager" if mode == "eager" else "each by torch.compile",
+        "blocks": "each by torch.compile" if model.compile else "eager",
         "layout": rules,
         "optimizer": shared.note,
     }
@@ -169,5 +170,6 @@ def _contender(
             f"{precision.fp8.recipe}, backend {precision.fp8.backend}, kept in bf16: {', '.join(precision.fp8.keep)}"
         )
     if graph:
-        notes["recorded"] = "forward and backward, and the whole step, each as a CUDA graph"
+        form = "a CUDA graph" if on_gpu else "a list of calls"
+        notes["recorded"] = f"forward and backward, and the whole step, each as {form}"
     return Contender(f"fmegatron {mode}{where}", gradients, prepare, step, shared.held, notes=notes)

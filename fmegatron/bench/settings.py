@@ -33,8 +33,8 @@ class BenchConfig:
     """Which others to time: hf (transformers), megatron (Megatron-core; with Transformer Engine on a GPU), or both behind
     a comma."""
     modes: str | None = None
-    """compiled (each block by torch.compile), eager, graph (compiled, and recorded as a CUDA graph), several behind
-    commas; None: compiled,eager on a GPU, eager on a CPU."""
+    """compiled (each block by torch.compile), eager, graph (recorded: compiled blocks as a CUDA graph, on a CPU eager
+    ones as a list of calls), several behind commas; None: compiled,eager on a GPU, eager on a CPU."""
     meshes: str = "none,one-rank"
     """none, one-rank (rules of TP, SP and FSDP on axes of size one), or both behind a comma."""
     grads: Literal["bfloat16", "float32"] | None = None

@@ -32,7 +32,7 @@ NOT_MODELLED = (
     "contention of networks and congestion, stragglers, clocks that fall with power",
     "collectives that slow the products beside them (they are taken to fit beside 85 % of these)",
     "the host: kernels are taken to be launched ahead, and what lies between products to be one kernel each, as --compile or the fused "
-    "kernels make it (--cuda-graph takes the host out of the way; the graph's own memory is not counted)",
+    "kernels make it (--recorded takes the host out of the way; the graph's own memory is not counted)",
     "the host's wait for the numbers of rows of experts, once a layer and direction (dispatch=padded has none)",
     "copies and slow kernels of tensors whose rows are no multiples of 16 bytes, such as with an odd vocabulary, but for their products",
     "activations in host memory (--remat name:host is refused)",
