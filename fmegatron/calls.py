@@ -175,7 +175,15 @@ class _Listing(_Mode):
         return self._known(x) and self._memory(x).steady
 
     def _add(
-        self, run: Any, args: tuple, kwargs: dict, found: Any, writes: list[_Memory], *, kept: bool, seeded: bool = False
+        self,
+        run: Any,
+        args: tuple,
+        kwargs: dict,
+        found: Any,
+        writes: list[_Memory],
+        *,
+        kept: bool,
+        seeded: bool = False,
     ) -> None:
         inputs = [x for x in _flat((args, kwargs)) if isinstance(x, _Slot)]
         call = _Call(run, args, kwargs, inputs, [], isinstance(found, Tensor), writes, True, kept)

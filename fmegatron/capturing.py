@@ -204,9 +204,7 @@ class Recorder:
 
     def _take(self, n: int, dtype: torch.dtype) -> Tensor:
         if self.used + n > ROOM:
-            raise UserError(
-                f"recorded: a step with more than {ROOM} numbers that the host computes cannot be recorded"
-            )
+            raise UserError(f"recorded: a step with more than {ROOM} numbers that the host computes cannot be recorded")
         held = self.words[self.used : self.used + n]
         self.used += n + n % 2  # compiled code reads aligned to 16 bytes
         return held if dtype == torch.int64 else held.view(torch.float64)

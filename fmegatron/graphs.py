@@ -107,15 +107,11 @@ class _Recorded:
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         given, shape = tree.flatten(state)
         if shape != self.shape:
-            raise UserError(
-                "recorded: the state has another structure than the recorded one: make another recording"
-            )
+            raise UserError("recorded: the state has another structure than the recorded one: make another recording")
         _take("state", state, self.state, given, self.moving)
         flat, shape = tree.flatten(batch)
         if shape != self.batch_shape:
-            raise UserError(
-                "recorded: the batch has another structure than the recorded one: make another recording"
-            )
+            raise UserError("recorded: the batch has another structure than the recorded one: make another recording")
         _take("batch", batch, self.batch, flat, [])
         self.recorder.fill([given[i] for i in self.moving])
         if hasattr(state, "_donate"):
@@ -210,9 +206,7 @@ def _change(name: str, before: Any, after: Any) -> Any:
     if number and type(after) is type(before):
         return after - before
     if before != after:
-        raise UserError(
-            f"recorded: {name} of the state changes from {before!r} to {after!r}: only numbers may change"
-        )
+        raise UserError(f"recorded: {name} of the state changes from {before!r} to {after!r}: only numbers may change")
     return 0
 
 
