@@ -89,6 +89,17 @@ def test_a_run_goes_on_with_another_mesh(tmp_path, corpus) -> None:
     torch.testing.assert_close(losses(parts), losses(whole), rtol=1e-8, atol=0)
 
 
+def test_a_recorded_run_is_the_run(tmp_path, corpus) -> None:
+    """Bitwise, its evaluations too, and where it goes on, recorded anew or not."""
+    common = dict(steps=9, dropout=0.1, eval_every=4, checkpoint_every=4)
+    plain, played = tmp_path / "plain", tmp_path / "played"
+    one = ("--model-overrides.layers", "1")
+    assert go(flags(corpus, plain, *one, **common)) == 0
+    assert go(flags(corpus, played, "--recorded", *one, **common), (4, "SIGTERM")) == 0
+    assert go(["--out", str(played), "--resume"]) == 0
+    assert numbers(played) == numbers(plain)
+
+
 def test_more_steps_change_nothing_of_the_data(tmp_path, corpus) -> None:
     common = dict(optim_schedule="constant", dropout=0.1)
     long, short = tmp_path / "long", tmp_path / "short"

@@ -171,7 +171,7 @@ def late_run(late: bool, broken: int | None = None) -> Any:
     return make
 
 
-def test_what_a_graph_refuses(tmp_path, corpus) -> None:
+def test_what_a_recording_refuses(tmp_path, corpus) -> None:
     with pytest.raises(UserError, match="--recorded records what compiled code does on a GPU alone"):
         go(flags(corpus, tmp_path / "x", "--recorded", "--compile"))
     gpu = torch.device("cuda")
