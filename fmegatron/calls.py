@@ -391,7 +391,9 @@ def _function(calls: Sequence[_Call], outs: Sequence[_Slot]) -> tuple[Callable[[
 
     last: dict[_Slot, int] = {}
     for n, call in enumerate(calls):
-        last |= dict.fromkeys((s for s in (*call.inputs, *call.outs) if s is not None and s.value is None), n)
+        last |= dict.fromkeys(
+            (s for s in (*call.inputs, *call.outs) if s is not None and s.value is None), n
+        )  # the last one stays
     for s in outs:
         last[s] = len(calls)
     lines = []
@@ -399,14 +401,14 @@ def _function(calls: Sequence[_Call], outs: Sequence[_Slot]) -> tuple[Callable[[
         given = [*map(shown, call.args), *(f"{name}={shown(x)}" for name, x in call.kwargs.items())]
         line = f"{held(call.run)}({', '.join(given)})"
         gone = [names[s] for s in dict.fromkeys(call.inputs) if last.get(s) == n]
-        if any(s is not None and s.value is None for s in call.outs):
+        if any(call.outs):
             made = []
-            for s in call.outs:
+            for out in call.outs:
                 name = f"v{next(number)}"
                 made.append(name)
-                if s is not None and s.value is None:
-                    names[s] = name
-                if s is None or last.get(s, n) == n:
+                if out is not None:
+                    names[out] = name
+                if out is None or last[out] == n:
                     gone.append(name)
             line = f"{made[0] if call.one else ', '.join(made) + ','} = {line}"
         lines += [line, f"del {', '.join(gone)}"] if gone else [line]
