@@ -15,7 +15,7 @@ from fmegatron.accumulate import Term, Weight, accumulate, reciprocal, row_count
 from fmegatron.collectives import Step, run_step
 from fmegatron.context import Ctx
 from fmegatron.errors import ShardingError, UserError
-from fmegatron.fp8 import Fp8
+from fmegatron.fp8 import Fp8, scaling
 from fmegatron.mesh import Mesh, make_mesh
 from fmegatron.padding import shard_batch
 from fmegatron.parallel.stack import stack
@@ -89,7 +89,7 @@ def test_what_is_begun_before_the_last_layer():
 
 def test_layers_of_fp8_are_told_their_place_among_all(monkeypatch):
     told = []
-    monkeypatch.setattr(stacks, "at_layer", lambda sh, index, layers: told.append((index, layers)) or sh)
+    monkeypatch.setattr(scaling, "at_layer", lambda sh, index, layers: told.append((index, layers)) or sh)
     ctx = Ctx(sh=Sharding(None, precision=Precision(fp8=Fp8())))
     spec = {i: None for i in range(6)}
     assert stack(lambda p, x, ctx: x * p, spec)({1: 2.0, 3: 2.0}, 1.0, ctx) == 4.0
