@@ -10,9 +10,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fmegatron import cli, train
+from fmegatron import cli, graphs, train
 from fmegatron.feeding import Prefetched, fetched, no_waiting, to_device
-from fmegatron.graphs import _Graphed
 from fmegatron.models import Decoder, DecoderConfig
 from fmegatron.optim import adamw, decay_mask, with_master
 from fmegatron.precision import Precision
@@ -83,20 +82,23 @@ def test_a_step_waits_for_nothing():
         step(state, batch)
 
 
-def test_a_recorded_step_reads_and_copies_nothing():
+def test_a_recorded_step_reads_and_copies_nothing(monkeypatch):
+    waits = Waits()
+
     class Watched:
         def record(self, run):
-            with Waits() as self.waits:
-                run()
+            with waits:
+                self.found = run()
 
         def play(self):
-            pass
+            return self.found
 
+    monkeypatch.setattr(graphs, "Calls", Watched)
     step, state, batch = step_on_meta(check_finite=False)
-    graphed = _Graphed(step, 1, Watched)
+    step = graphs.recorded(step, warmup=1)
     for _ in range(3):
-        state, _ = graphed(state, batch)
-    assert graphed.recorded.capture.waits.found == [] and state.step == state.opt["count"] == 3
+        state, _ = step(state, batch)
+    assert waits.found == [] and state.step == state.opt["count"] == 3
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
