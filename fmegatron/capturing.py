@@ -98,7 +98,8 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.words = torch.zeros(ROOM, dtype=torch.int64, device=device)
+        # Not made when first asked for: in a CUDA graph, making it would be recorded, and every play would empty it.
+        self.words, self.fixed_words = (torch.zeros(n, dtype=torch.int64, device=device) for n in (ROOM, ROOM_FIXED))
         # On a CPU the numbers are written where they lie, and at once: there the run that is listed computes with them.
         self.here = self.words.numpy() if self.words.is_cpu else None
         self.inputs: dict[int, tuple[Tensor, int]] = {}  # by id: which number of the state a tensor stands for
@@ -109,7 +110,6 @@ class Recorder:
         ] = {}  # by id: words of random keys, what they are of which number
         self.parts: list[tuple[Numbers, int, Tensor]] = []  # what fills `words`, in order: f, of which number
         self.fixed: list[int] = []
-        self.fixed_words: Tensor | None = None
         self.kept: list[Tensor] = []
         self.used = self.again = 0
 
@@ -164,8 +164,6 @@ class Recorder:
 
         Only in the recording itself is what they are known; `upload` brings them to the device.
         """
-        if self.fixed_words is None:
-            self.fixed_words = torch.zeros(ROOM_FIXED, dtype=torch.int64, device=self.device)
         start = len(self.fixed)
         self.fixed.extend(values)
         if len(self.fixed) > ROOM_FIXED:
@@ -193,7 +191,7 @@ class Recorder:
 
     def upload(self) -> None:
         """Brings the constants to the device."""
-        if self.fixed_words is not None:
+        if self.fixed:
             self._copy(self.fixed_words, self.fixed)
 
     def _copy(self, to: Tensor, values: list[int]) -> None:

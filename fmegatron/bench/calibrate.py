@@ -127,11 +127,12 @@ class _Timer:
                 x @ x
             self.wait()
 
-    def seconds(self, call: Callable[[], Any], times: int = 3) -> float:
+    def seconds(self, call: Callable[[], Any], times: int = 3, *, record: bool = True) -> float:
         """The median over some rounds of so many calls each."""
         call()
         if self.gpu:
-            return self.sustained(self.recorded(call, times), SUSTAINED) / times
+            play = self.recorded(call, times) if record else lambda: [call() for _ in range(times)]
+            return self.sustained(play, SUSTAINED) / times
         found = []
         for _ in range(3):
             start = time.perf_counter()
@@ -153,7 +154,7 @@ class _Timer:
                 call()
         return graph.replay
 
-    def sustained(self, play: Callable[[], None], span: float) -> float:
+    def sustained(self, play: Callable[[], Any], span: float) -> float:
         """The median time of plays, back to back, in the second half of a span of seconds."""
         found: list[float] = []
         begin = time.perf_counter()
@@ -178,10 +179,10 @@ class _Timer:
         return self.seconds(lambda: x.add_(1), times=200)
 
     def copies(self, small: bool) -> float:
-        """Bytes/s of a large copy, read and written."""
-        n = 1 << 22 if small else 1 << 29
-        x, y = (torch.empty(n, dtype=torch.uint8, device=self.device) for _ in range(2))
-        return 2 * n / self.seconds(lambda: y.copy_(x))
+        """Bytes/s of a plain pass over a large array, read and written. (Not of a copy, which a GPU may give to its copy engines.)"""
+        n = 1 << 20 if small else 1 << 27
+        x, y = (torch.zeros(n, device=self.device) for _ in range(2))
+        return 2 * x.nbytes / self.seconds(lambda: torch.add(x, 1.0, out=y))
 
     def norms(self, small: bool) -> float:
         """Bytes/s of an RMS norm."""
@@ -222,7 +223,7 @@ class _Timer:
             flops = 4.0 * rows * heads * length * length / 2 * 128
             if backward:
                 o, g = attention(q, k, v), torch.randn(shape, device=self.device, dtype=torch.bfloat16)
-                t = self.seconds(lambda: torch.autograd.grad(o, (q, k, v), g, retain_graph=True))  # noqa: B023
+                t = self.seconds(lambda: torch.autograd.grad(o, (q, k, v), g, retain_graph=True), record=False)  # noqa: B023
                 flops *= 2.5
             else:
                 with torch.no_grad():
