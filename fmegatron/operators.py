@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 _LIBRARY = torch.library.Library("fmegatron", "FRAGMENT")  # while it lives, so do its operators
+NO_GRADIENT = "has no gradient: call it within an autograd function"
 
 
-def custom_operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function of tensors, which neither changes nor returns one of its arguments, an operator of torch:
+def custom_operator(name: str, *, overwrites: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function of tensors, which neither returns one of its arguments nor changes one but those that it
+    `overwrites`, an operator of torch:
 
         @custom_operator("fmegatron::norm")
         def _norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]: …
@@ -28,7 +30,7 @@ def custom_operator(name: str) -> Callable[[Callable[..., Any]], Any]:
         raise ValueError(f"custom_operator({name!r}): its name must begin with '{_LIBRARY.ns}::'")
 
     def made(body: Callable[..., Any]) -> Any:
-        schema = torch.library.infer_schema(body, mutates_args=())
+        schema = torch.library.infer_schema(body, mutates_args=overwrites)
         _LIBRARY.define(own + schema, tags=(torch.Tag.pt2_compliant_tag,))
         packet = getattr(torch.ops.fmegatron, own)
 
@@ -39,6 +41,8 @@ def custom_operator(name: str) -> Callable[[Callable[..., Any]], Any]:
                 torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in _flat(args))
             ):
                 return found
+            if overwrites:
+                raise RuntimeError(f"{name} {NO_GRADIENT}")
             several = isinstance(found, tuple | list)
             needs = torch.zeros((), requires_grad=True)
             marked = _WithoutGradient.apply(name, needs, *(found if several else [found]))
@@ -79,4 +83,4 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(f"{ctx.name} has no gradient: call it within an autograd function")
+        raise RuntimeError(f"{ctx.name} {NO_GRADIENT}")

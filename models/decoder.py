@@ -54,10 +54,12 @@ from fmegatron.primitives import (
     geglu,
     gelu,
     has_kernel,
+    has_rotary_attention,
     layer_norm,
     linear_cross_entropy,
     relu2,
     rms_norm,
+    rotary_attention,
     rotary_table,
     split_qkv,
     split_rotary,
@@ -568,10 +570,15 @@ class Decoder:
         rotary, options = ctx.extras["rotary"], {"interleaved": self.config.rope_interleaved, **self._kernel}
         turn_fused = "qkv" in p and rotary is not None and self.config.qk_norm is None
         if turn_fused:
-            q, k, v = self._fused_qkv(p, x, ctx, lambda y: split_rotary(y, *rotary, **options))
+            y = self._fused_qkv(p, x, ctx)
+            if cache is None and self._turns_in_place(y, ctx):
+                form = {"segments": ctx.segments, "sh": ctx.sh, **self._attention_options(p, ctx)}
+                return rotary_attention(y, *rotary, interleaved=self.config.rope_interleaved, **form)
+            q, k, v = self._split(y, ctx, lambda y: split_rotary(y, *rotary, **options))
         elif "qkv" in p:
             # what backward keeps by itself is copied, or the whole would be kept for it
-            q, k, v = self._fused_qkv(p, x, ctx, split_qkv if self.config.qk_norm is None else copied_qkv)
+            split = split_qkv if self.config.qk_norm is None else copied_qkv
+            q, k, v = self._split(self._fused_qkv(p, x, ctx), ctx, split)
         else:
             q, k, v = self._qkv(p, ctx.sh(x, ENTER_ATTENTION), ctx)
         q, k = self._qk_norm(p, q, k, ctx)
@@ -589,16 +596,27 @@ class Decoder:
         q, k, v = (t + p[f"{n}_bias"] if f"{n}_bias" in p else t for n, t in (("q", q), ("k", k), ("v", v)))
         return q, k, v
 
-    def _fused_qkv(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx, split: Callable[[Tensor], Any]) -> Any:
-        """The same of the stream by one product, of which each is a part: split(y[batch seq kv qkv head])."""
+    def _fused_qkv(self, p: Mapping[str, Tensor], x: Tensor, ctx: Ctx) -> Tensor:
+        """The same of the stream by one product, of which each is a part: y[batch seq kv qkv head]."""
         c, sh = self.config, ctx.sh
         w = own_rows(p["qkv"], 2, c.group, sh)
         equation = "batch seq* embed, embed kv qkv head -> batch seq kv qkv head | group"
         y = sh.dot(x, w, equation, name="qkv", overlap=self.overlap)
         if "qkv_bias" in p:
             y = y + own_rows(p["qkv_bias"], 1, c.group, sh)
+        return y
+
+    def _split(self, y: Tensor, ctx: Ctx, split: Callable[[Tensor], Any]) -> Any:
         results = ("batch seq kv group head", "batch seq kv head | group", "batch seq kv head | group")
-        return sh.primitive(split, (y,), ("batch seq kv qkv head | group",), results)
+        return ctx.sh.primitive(split, (y,), ("batch seq kv qkv head | group",), results)
+
+    def _turns_in_place(self, y: Tensor, ctx: Ctx) -> bool:
+        """May rotary embedding and attention be one primitive, which overwrites the product y? Where it has a kernel, all
+        keys are on this rank, and nobody has kept y."""
+        sh = ctx.sh
+        if sh.check is not None or sh.axes("seq") or (sh.tape and sh.tape.save("qkv")):
+            return False
+        return has_rotary_attention(y, *ctx.extras["rotary"], softcap=self.config.attention_softcap, kernel=self.kernel)
 
     def _qk_norm(self, p: Mapping[str, Tensor], q: Tensor, k: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         """Norms of queries and keys, each head alone (Qwen 3, Gemma 3) or all heads together (OLMo 2)."""

@@ -136,11 +136,13 @@ def stand_in():
         assert return_lse and not (q.requires_grad or k.requires_grad)
         return *results(q, k, v, **options), None, None, None
 
-    def backward(q, k, v, o, go, lse, softcap, **options):
+    def backward(q, k, v, o, go, lse, softcap, dq=None, dk=None, dv=None, **options):
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-        again, again_lse = results(q, k, v, softcap=softcap or None, **options)
+        with torch.enable_grad():
+            again, again_lse = results(q, k, v, softcap=softcap or None, **options)
         assert torch.allclose(again, o, atol=1e-6) and torch.allclose(again_lse, lse, atol=1e-5)
-        return torch.autograd.grad(again, (q, k, v), go)
+        grads = torch.autograd.grad(again, (q, k, v), go)
+        return grads if dq is None else [place.copy_(g) for place, g in zip((dq, dk, dv), grads, strict=True)]
 
     module = types.ModuleType("flash_attn.cute.interface")
     module._flash_attn_fwd, module._flash_attn_bwd = forward, backward

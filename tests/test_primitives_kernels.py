@@ -19,6 +19,7 @@ from fmegatron.primitives import (
     linear_cross_entropy,
     rms_norm,
     rotary_table,
+    split_qkv,
     split_rotary,
     swiglu,
 )
@@ -131,6 +132,14 @@ def test_rotary(dtype, by_row, dim, interleaved):
 
     for group in (1, 3):
         compare(split, [draw(2, 7, 2, group + 2, 16)], dtype)
+
+    y = draw(2, 7, 2, 3, 16).to(dtype)
+    for back in (False, True):
+        form = dict(interleaved=interleaved, back=back)
+        q, k, v = kernels.rotary.turn(split_qkv(y), *tables[torch.float32], **form)
+        turned = y.clone()
+        kernels.rotary.turn_into(split_qkv(turned)[:2], split_qkv(turned)[:2], *tables[torch.float32], **form)
+        assert torch.equal(turned, torch.stack([q[:, :, :, 0], k, v], 3))
 
 
 FORMS = [{}, dict(label_smoothing=0.1), dict(z_loss=1e-2), dict(softcap=5.0)]

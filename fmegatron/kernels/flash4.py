@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,21 @@ def find() -> bool:
 INSTALLED = find()
 
 
-@functools.cache
 def _on_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return device.type == "cuda" and _is_hopper(device.index)
+
+
+def _is_hopper(index: int | None) -> bool:
+    return _capability(index)[0] == 9
+
+
+# What torch.compiler.assume_constant_result does; calling that imports the compiler, which takes a second.
+_is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def check(kernel: str, q: Tensor) -> None:
@@ -104,9 +117,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
 
 
 def backward(
-    go: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **options: Any
+    go: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    into: Sequence[Tensor] | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gq, gk, gv); shapes and options as of `forward`."""
+    """(gq, gk, gv); shapes and options as of `forward`.
+
+    into: where these are written, of any strides that are multiples of 16 bytes, but for the features of a head, which lie
+        side by side.
+    """
     softcap = options.pop("softcap", None) or 0.0
+    if into is not None:
+        options |= dict(zip(("dq", "dk", "dv"), into, strict=True))
     gq, gk, gv = _interface()._flash_attn_bwd(*(t.detach() for t in (q, k, v, o, go, lse)), softcap=softcap, **options)
     return gq, gk, gv

@@ -210,8 +210,8 @@ def turn_into(
     interleaved: bool = False,
     back: bool = False,
 ) -> None:
-    """As `turn`, written to `outs`, which may be parts of one tensor: evenly spaced, the head's features side by side; v
-    [batch seq heads head]."""
+    """As `turn`, written to `outs`, which may be parts of one tensor, or `xs` themselves: evenly spaced, the head's features
+    side by side; v [batch seq heads head]."""
     if outs[0].numel() == 0:
         return
     (a, b, c), (ao, bo, co) = (([*(_as_heads(x) for x in given)] * 3)[:3] for given in (xs, outs))

@@ -22,6 +22,7 @@ from fmegatron.primitives.rotary import (
     split_qkv,
     split_rotary,
 )
+from fmegatron.primitives.rotary_attention import has_rotary_attention, rotary_attention
 
 __all__ = [
     "DynamicNTKScaling",
@@ -44,6 +45,7 @@ __all__ = [
     "geglu",
     "gelu",
     "has_kernel",
+    "has_rotary_attention",
     "jittered",
     "layer_norm",
     "linear_cross_entropy",
@@ -51,6 +53,7 @@ __all__ = [
     "relu2",
     "rms_norm",
     "rotary",
+    "rotary_attention",
     "rotary_table",
     "segments_of",
     "split_qkv",

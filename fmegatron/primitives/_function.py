@@ -3,7 +3,7 @@ sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,16 +29,19 @@ def may_overwrite() -> bool:
     return not (torch.compiler.is_compiling() or under_torch_func())
 
 
-def operator(name: str, *, reads: bool = False) -> Callable[[Callable[..., Any]], Any]:
+def operator(
+    name: str, *, reads: bool = False, overwrites: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Any]:
     """`custom_operator` where somebody looks (compiled code, simulation, tracing, torch.func); in eager code with plain
     tensors that hold data the function itself: the way through the dispatcher and back into Python costs time of the
     host.
 
     reads: it looks at values, on a CPU; so it is one call of a recorded step too.
+    overwrites: the arguments that it writes to.
     """
 
     def made(body: Callable[..., Any]) -> Any:
-        through_dispatcher = custom_operator(name)(body)
+        through_dispatcher = custom_operator(name, overwrites=overwrites)(body)
 
         def call(*args: Any) -> Any:
             x = args[0]

@@ -251,7 +251,7 @@ def apply_rotary(
 
     Raises UserError for a table with more features than x has.
     """
-    _check_table(x, cos, sin)
+    check_table(x, cos, sin)
     if _fast(kernel, cos, sin, x):
         return apply_function(_TurnByKernel, x, None, cos, sin, interleaved)[0]
     return apply_function(_Turn, x, None, cos, sin, interleaved)[0]
@@ -268,8 +268,8 @@ def apply_rotary_both(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`apply_rotary` of queries and of keys, whose dims between seq and head may differ; Triton's kernel turns both in
     one pass."""
-    _check_table(q, cos, sin)
-    _check_table(k, cos, sin)
+    check_table(q, cos, sin)
+    check_table(k, cos, sin)
     if _fast(kernel, cos, sin, q, k) and q.shape[:2] == k.shape[:2] and q.shape[-1] == k.shape[-1]:
         return apply_function(_TurnByKernel, q, k, cos, sin, interleaved)
     if not torch.compiler.is_compiling() and torch._C._len_torch_function_stack():
@@ -292,7 +292,7 @@ def split_rotary(
 
     What `apply_rotary_both` gives of y's parts; Triton's kernel reads y once, and writes its gradient once.
     """
-    _check_table(y, cos, sin)
+    check_table(y, cos, sin)
     if y.ndim == 5 and _fast(kernel, cos, sin, y):
         return apply_function(_SplitAndTurn, y, cos, sin, interleaved)
     q, k, v = split_qkv(y)
@@ -306,7 +306,7 @@ def split_qkv(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return q, k.squeeze(3), v.squeeze(3)
 
 
-def _check_table(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def check_table(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     if cos.shape != sin.shape or 2 * cos.shape[-1] > x.shape[-1] or cos.ndim not in (2, 3):
         raise UserError(
             f"apply_rotary: cos of shape {tuple(cos.shape)} and sin of shape {tuple(sin.shape)} do not fit x of shape "
@@ -504,6 +504,31 @@ def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
     return q.new_empty((*q.shape[:3], q.shape[3] + 2, q.shape[4]))
+
+
+def has_turn(y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Has `turn_in_place` a kernel for these?"""
+    return _fast("auto", cos, sin, y)
+
+
+@operator("fmegatron::turn_in_place", overwrites=("y",))
+def turn_in_place(y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, back: bool) -> None:
+    """Turns the queries and keys of y[batch seq kv qkv head], or turns them back, where they lie; values stay."""
+    parts = split_qkv(y)[:2]
+    if not has_turn(y, cos, sin):
+        for part, turned in zip(parts, _turn(parts, cos, sin, interleaved, back), strict=True):
+            part.copy_(turned)
+        return
+    from fmegatron.kernels import rotary
+
+    rotary.turn_into(parts, parts, cos, sin, interleaved=interleaved, back=back)
+    if not y.is_inference():
+        torch.autograd.graph.increment_version(y)  # as torch's own operations in place do
+
+
+@turn_in_place.register_fake
+def _(y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, back: bool) -> None:
+    return None
 
 
 def _pairs(a: torch.Tensor, b: torch.Tensor, interleaved: bool) -> torch.Tensor:

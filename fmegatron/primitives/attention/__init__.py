@@ -80,7 +80,7 @@ def attention(
     UserError for shapes, masks or forms that do not fit.
     """
     _check(q, k, v, segments, kv_segments, positions, kv_positions, cu_seqlens)
-    _check_form(q, window, softcap, sinks)
+    check_form(q, window, softcap, sinks)
     flash4.check(kernel, q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is not None and segments is None:
@@ -141,7 +141,7 @@ def _check(
         raise UserError("attention: kv_positions are given together with positions")
 
 
-def _check_form(q: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> None:
+def check_form(q: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> None:
     if window is not None and window < 1:
         raise UserError(
             f"attention(window={window}): a window counts the query's own key, so it is at least 1, or None for all"

@@ -23,6 +23,9 @@ CUDNN_LENGTH = 512  # queries from which cuDNN is worth the time that it takes t
 MOST_RUNS = 4  # of adjacent positions that are worth a call each: a zigzag order has two
 
 
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
 class Call(NamedTuple):
     """One call of a kernel: these queries, the last of these keys."""
 
@@ -148,11 +151,21 @@ def forward(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, calls: list[Call], cu_seqlens: Tensor | None, form: Form, *results: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(gq, gk, gv); results: o, lse, go"""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    calls: list[Call],
+    cu_seqlens: Tensor | None,
+    form: Form,
+    *results: Tensor,
+    into: Grads | None = None,
+) -> Grads:
+    """(gq, gk, gv); results: o, lse, go
+
+    into: where flash-attn-4 writes them, heads evenly spaced, and what is then given back.
+    """
     if len(calls) == 1 and calls[0].columns == slice(0, k.shape[1]):
-        return _backward(q, k, v, calls[0].mask, cu_seqlens, form, *results)
+        return _backward(q, k, v, calls[0].mask, cu_seqlens, form, *results, into=into)
     rows_gq, (gk, gv) = [], (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
     for rows, columns, mask in calls:
         mine = (t[:, rows] for t in results)
@@ -201,8 +214,15 @@ def _forward(
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, cu_seqlens: Tensor | None, form: Form, *results: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    cu_seqlens: Tensor | None,
+    form: Form,
+    *results: Tensor,
+    into: Grads | None = None,
+) -> Grads:
     """(gq, gk, gv) of one call."""
     o, lse, go = (t.flatten(2, 3) for t in results)
     go, q_shape, k_shape = go.contiguous(), q.shape, k.shape
@@ -232,7 +252,12 @@ def _backward(
         q, k, v, o, go, lse = (t.flatten(0, 1) for t in (q, k, v, o, go, lse))
     lse = lse.transpose(-1, -2).contiguous()
     if of_flash4:
-        grads = flash4.backward(go, q, k, v, o, lse, **_of_flash4(mask, starts, kv_starts, form))
+        options = _of_flash4(mask, starts, kv_starts, form)
+        if into is not None:
+            places = [t.view(x.shape) for t, x in zip(into, (q, k, v), strict=True)]
+            flash4.backward(go, q, k, v, o, lse, into=places, **options)
+            return into
+        grads = flash4.backward(go, q, k, v, o, lse, **options)
     else:
         grads = torch.ops.aten._flash_attention_backward(
             go,

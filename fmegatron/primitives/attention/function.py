@@ -29,7 +29,7 @@ class Attention(Function):
         *tensors, o, lse, causal, window, scale, softcap, kernel = rest
         if o is not None:
             return o.view_as(o), lse.view_as(lse)
-        return _attention(q, k, v, *tensors, causal, window, scale, softcap, kernel)
+        return attend(q, k, v, *tensors, causal, window, scale, softcap, kernel)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -132,7 +132,7 @@ def _fold(function: type[Function], size: int, in_dims: Any, args: Any) -> Any:
 
 
 @operator("fmegatron::attention")
-def _attention(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -158,7 +158,7 @@ def _attention(
     return (o, lse) if sinks is None else with_sinks(o, lse, sinks)
 
 
-@_attention.register_fake
+@attend.register_fake
 def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
@@ -183,18 +183,44 @@ def _attention_backward(
     softcap: float | None,
     by: str = "auto",  # the kernel (inductor has an argument of that name itself)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = _mask(q, k, causal, window, positions, kv_positions, segments, kv_segments)
-    if glse is None:
-        if softcap is None and q.device.type == "cpu":
-            return cpu.backward(q, k, v, mask, scale, o, lse, go)
-        if (calls := cuda.calls(q, mask, form := cuda.Form(scale, softcap, by))) is not None:
-            return cuda.backward(q, k, v, calls, cu_seqlens, form, o, lse, go)
-    return blocks.backward(q, k, v, mask, scale, softcap, o, lse, go, glse)
+    masks = positions, kv_positions, segments, kv_segments, cu_seqlens
+    return gradients(q, k, v, *masks, o, lse, go, glse, causal, window, scale, softcap, by)
 
 
 @_attention_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor | None,
+    kv_positions: Tensor | None,
+    segments: Tensor | None,
+    kv_segments: Tensor | None,
+    cu_seqlens: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    go: Tensor,
+    glse: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    kernel: str,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gq, gk, gv), which are those of `into` where the kernel can write there, as flash-attn-4's can (see
+    `cuda.backward`)."""
+    mask = _mask(q, k, causal, window, positions, kv_positions, segments, kv_segments)
+    if glse is None:
+        if softcap is None and q.device.type == "cpu":
+            return cpu.backward(q, k, v, mask, scale, o, lse, go)
+        if (calls := cuda.calls(q, mask, form := cuda.Form(scale, softcap, kernel))) is not None:
+            return cuda.backward(q, k, v, calls, cu_seqlens, form, o, lse, go, into=into)
+    return blocks.backward(q, k, v, mask, scale, softcap, o, lse, go, glse)
 
 
 def _mask(q: Tensor, k: Tensor, causal: bool, window: int | None, *tensors: Tensor | None) -> Mask:
