@@ -19,7 +19,8 @@ of 16; in a half to an eighth of the model, as tensor parallelism leaves a rank,
 width 256: queries, keys and values 0.96; a model with gate and up 1.03 to 1.07, compiled or not. What gate and up
 gain is in quack-kernels' products (see `fmegatron.kernels.quack`).
 
-As much is kept for backward as apart: what is read there is copied out of the product where nothing else would keep it.
+As much is kept for backward as apart: what is read there is copied out of the product where nothing else would keep it. Nothing is where flash-attn-4 takes queries and keys turned where they lie,
+one head of queries to each of keys (see `fmegatron.primitives.rotary_attention`).
 Of optimizers, muon finds the matrices in a fused leaf, and adafactor takes the leaf as it is; rates by path, and patterns,
 name `qkv` and `gate_up`.
 

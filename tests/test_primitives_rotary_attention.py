@@ -145,6 +145,11 @@ def test_what_has_it(there):
     assert not has_rotary_attention(y.transpose(0, 1), *table)
     assert not has_rotary_attention(y, *table, kernel="torch")
     torch.func.vmap(lambda y: (has_rotary_attention(y, *table) and pytest.fail()) or y)(y[None])
+    for wrong in (y[0], y.transpose(0, 1)):
+        with pytest.raises(UserError, match="overwrites y, .* contiguous"):
+            rotary_attention(wrong, *table)
+    with pytest.raises(UserError, match="not under torch.func"):
+        torch.func.grad(lambda y: rotary_attention(y, *table).sum())(y)
     with pytest.raises(UserError, match=r"softcap=-1"):
         rotary_attention(y, *table, softcap=-1)
 
@@ -184,7 +189,14 @@ GPU_FORMS += [{"causal": False}]
 
 @pytest.mark.parametrize(
     "kv, group, head, compiled",
-    [(3, 1, 128, False), (3, 1, 128, True), (1, 4, 128, False), (2, 1, 64, False), (2, 1, 256, False)],
+    [
+        (3, 1, 128, False),
+        (3, 1, 128, True),
+        (1, 1, 128, False),
+        (1, 4, 128, False),
+        (2, 1, 64, False),
+        (2, 1, 256, False),
+    ],
 )
 @pytest.mark.parametrize("form", GPU_FORMS, ids=str)
 @pytest.mark.gpu

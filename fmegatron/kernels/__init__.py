@@ -2,7 +2,7 @@
 
     norm           RMS and layer norms, with the residual addition before them and the residual gradient behind
     gated          gated activations, and both their gradients
-    rotary         queries and keys turned in one launch, and taken out of the product that made them and values
+    rotary         queries and keys turned in one launch, in the product that made them and values or taken out of it
     softmax        the softmax and its gradient of the cross-entropy
     moe            choices of experts sorted, tokens as rows and rows summed, gated activations with the router's weight
     adam, squares  an update, and a norm, of all leaves in one launch

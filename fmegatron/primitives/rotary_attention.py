@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fmegatron.errors import UserError
 from fmegatron.function import apply_function, under_torch_func
 from fmegatron.kernels import flash4
 from fmegatron.primitives._function import graph_wanted, operator
@@ -50,10 +51,16 @@ def rotary_attention(
 
     y is **overwritten** with its queries and keys turned, and kept for backward: give a value that nobody else reads, as
     the result of a product that is not saved by name. (Where autograd has saved it, the backward raises torch's error about
-    changes in place.) Not under torch.func or in the checking mode.
+    changes in place.)
 
-    Other arguments, and errors: see `split_rotary` and `attention`.
+    Other arguments, and errors: see `split_rotary` and `attention`; and UserError for a y that is not contiguous, under
+    torch.func and in the checking mode, where nothing can be overwritten.
     """
+    if y.ndim != 5 or not y.is_contiguous() or under_torch_func() or (sh is not None and sh.check is not None):
+        raise UserError(
+            f"rotary_attention overwrites y, of shape {tuple(y.shape)}: that must be a contiguous [batch seq kv qkv head], not "
+            "under torch.func or in the checking mode; use split_rotary and attention there"
+        )
     check_table(y, cos, sin)
     check_form(split_qkv(y)[0], window, softcap, sinks)
     scale = y.shape[-1] ** -0.5 if scale is None else scale
