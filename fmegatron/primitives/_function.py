@@ -29,9 +29,7 @@ def may_overwrite() -> bool:
     return not (torch.compiler.is_compiling() or under_torch_func())
 
 
-def operator(
-    name: str, *, reads: bool = False, overwrites: Sequence[str] = ()
-) -> Callable[[Callable[..., Any]], Any]:
+def operator(name: str, *, reads: bool = False, overwrites: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """`custom_operator` where somebody looks (compiled code, simulation, tracing, torch.func); in eager code with plain
     tensors that hold data the function itself: the way through the dispatcher and back into Python costs time of the
     host.
