@@ -166,13 +166,15 @@ def _nvidia(
 # NVLink counts what a GPU sends (half of the sheets' two directions), 80 % of it as collectives reach it; networks one adapter
 # a GPU, 90 % of it.
 _SHEET = "the maker's data sheet (dense peaks, memory); share reached: bf16 and fp8 products and attention of an H200, else estimated"
-# Measured on an H200 by kernels alone (`fmegatron bench --calibrate`, torch 2.11, CUDA 13), rounded; taken for the H100 too.
+# Measured on an H200 by kernels alone, played long enough for its power limit (`fmegatron bench --calibrate`, torch 2.11, CUDA 13),
+# rounded; taken for the H100 too.
 _HOPPER = {
-    "reach": {"bf16": Reach(0.97, 500.0, 50.0, 540.0), "fp8": Reach(1.0, 575.0, 225.0, 1290.0), "fp32": Reach(0.8)},
-    "attention": 6.5e14,
-    "attention_backward": 5.7e14,
-    "attention_half": 720.0,
-    "streamed": 0.55,
+    "reach": {"bf16": Reach(0.72, 50.0, 2.0, 140.0), "fp8": Reach(0.64, 50.0, 10.0, 340.0), "fp32": Reach(0.8)},
+    "attention": 5.7e14,
+    "attention_backward": 5.4e14,
+    "attention_half": 410.0,
+    "streamed": 0.82,
+    "copied": 0.88,
     "launch": 1e-6,
 }
 TABLE: dict[str, Hardware] = {

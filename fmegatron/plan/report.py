@@ -29,7 +29,7 @@ ERRORS = (
     "on one GPU of a calibrated machine, 25 % over several or with numbers of the table",
 )
 NOT_MODELLED = (
-    "contention of networks and congestion, stragglers, clocks that fall with power",
+    "contention of networks and congestion, stragglers",
     "collectives that slow the products beside them (they are taken to fit beside 85 % of these)",
     "the host: kernels are taken to be launched ahead, and what lies between products to be one kernel each, as --compile or the fused "
     "kernels make it (--recorded takes the host out of the way; the graph's own memory is not counted)",

@@ -65,7 +65,7 @@ RUNS = (
         128,
         8192,
         14451,
-        "that run's fused casts, and clocks that fall with power, which our rates of one GPU's kernels do not have: errors of both signs",
+        "that run's fused casts",
     ),
     Run(
         "Llama 3 70B, 64 GPUs, TP4 PP8 VP5",
