@@ -287,6 +287,9 @@ def init_distributed(device: str = "auto", *, timeout: float = 600.0) -> torch.d
     if "RANK" in os.environ and not dist.is_initialized():
         # Without device_id: with it torch makes every group by splitting one NCCL communicator, in which all ranks have to
         # take part at once, hands NCCL's options to gloo, and names groups by counters that differ between stages.
+        from fmegatron.groups import one_gloo_thread
+
+        one_gloo_thread()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout)
         )

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fmegatron.axes import parse_axes
 from fmegatron.errors import ShardingError, UserError
-from fmegatron.groups import group_of
+from fmegatron.groups import group_of, one_gloo_thread
 from fmegatron.simulation import keep_alive, lift, simulating
 
 # DTensor's mesh dims put these last: where a parameter's dim is cut both by a model axis and by a data axis, the data
@@ -246,6 +246,7 @@ def make_mesh(
     simulated = simulating()
     ranks = _plain_arange(total).view(*atoms.values())
     permuted = ranks.permute([list(atoms).index(a) for a in chosen]).contiguous()
+    one_gloo_thread()
     device_mesh = DeviceMesh(device, permuted, mesh_dim_names=chosen)
     keep_alive(device_mesh)
     return Mesh(atoms, names, chosen, device, simulated, device_mesh, ranks)

@@ -153,7 +153,10 @@ def _serve(rank: int, world: int, folder: str, path: list[str], pipe: Any) -> No
     import torch
     import torch.distributed as dist
 
+    from fmegatron.groups import one_gloo_thread
+
     torch.set_num_threads(1)
+    one_gloo_thread()
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     while (call := pickle.loads(pipe.recv_bytes())) is not None:
