@@ -275,7 +275,7 @@ class Calls:
 
             return run
 
-        for module, name in ((fmegatron.product, "matrix_product"), (attention_function, "_attention")):
+        for module, name in ((fmegatron.product, "matrix_product"), (attention_function, "attend")):
             monkeypatch.setattr(module, name, kernel(getattr(module, name)))
         monkeypatch.setattr(Sharding, "dot", named(dot))
         monkeypatch.setattr(decoder, "context_attention", named(decoder.context_attention, "attention"))
