@@ -11,6 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmegatron import capturing, tree
+from fmegatron.calls import Calls
+from fmegatron.capturing import Recorder
 from fmegatron.errors import UserError
 from fmegatron.fp8 import Fp8, scaling
 from fmegatron.graphs import recorded
@@ -293,6 +295,16 @@ def test_compiled_code_is_recorded_as_written() -> None:
         state, metrics = graphed(state, torch.full((2,), float(n)))
         want = (want * 2).sin()
         assert torch.equal(state["x"], want) and torch.equal(metrics["y"], (torch.full((2,), float(n)) * 2).sin())
+
+
+def test_constants_of_a_recording_outlive_its_plays() -> None:
+    """They come to the device behind the recording: what a play makes anew would be empty."""
+    recorder, calls = Recorder(torch.device("cpu")), Calls()
+    calls.record(lambda: [recorder.constant([3, 5]) + 1])
+    recorder.upload()
+    calls.play()  # what the recording itself ran
+    for _ in range(2):
+        assert calls.play()[0].tolist() == [4, 6]
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

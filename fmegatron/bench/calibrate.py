@@ -3,8 +3,8 @@
     machine = calibrate(torch.device("cuda"))          # half a minute on a GPU
     save(machine, "my-machine.toml")                   # fmegatron plan --gpu my-machine.toml
 
-Matrix products of some sizes in each dtype (from which the saturating form is fitted), attention forward and backward, copies and
-norms bound by memory, and an empty kernel. On a GPU each is played from a recording, without a host between its calls, and long
+Matrix products of some sizes in each dtype (from which the saturating form is fitted), attention forward and backward, plain passes
+and norms bound by memory, and an empty kernel. On a GPU each is played from a recording, without a host between its calls, and long
 enough for the clocks to fall to those that the GPU's power allows: in a training step products run at these, some percent below those
 of a short burst. Collectives between several GPUs are not measured: their numbers are those of the table, where it knows the device.
 """
@@ -50,7 +50,7 @@ def calibrate(device: torch.device, *, small: bool | None = None) -> Hardware:
     timer.warm()
     base = _known(device)
     launch = timer.launch()
-    bandwidth = timer.copies(small)
+    bandwidth = timer.passes(small)
     streamed = timer.norms(small) / bandwidth
     dtypes = ["bf16", "fp8"] if device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9) else ["bf16"]
     dtypes += ["fp32"] if device.type != "cuda" else []
@@ -74,7 +74,7 @@ def calibrate(device: torch.device, *, small: bool | None = None) -> Hardware:
         reach={**base.reach, **reach},
         bandwidth=bandwidth,
         streamed=min(1.0, streamed),
-        copied=1.0,  # the bandwidth is that of copies
+        copied=1.0,  # the bandwidth is that of plain passes
         unaligned=unaligned,
         launch=launch,
         attention=forward,
@@ -178,7 +178,7 @@ class _Timer:
         x = torch.zeros(256, device=self.device)
         return self.seconds(lambda: x.add_(1), times=200)
 
-    def copies(self, small: bool) -> float:
+    def passes(self, small: bool) -> float:
         """Bytes/s of a plain pass over a large array, read and written. (Not of a copy, which a GPU may give to its copy engines.)"""
         n = 1 << 20 if small else 1 << 27
         x, y = (torch.zeros(n, device=self.device) for _ in range(2))

@@ -17,6 +17,7 @@ runs, so triton need not be installed. Of other packages, with the same rules, o
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 
@@ -30,6 +31,20 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own mode for tests: kernels run on the CPU
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNELS = ("auto", "torch", "triton")
+
+
+def is_hopper(index: int | None) -> bool:
+    """Is this CUDA device a Hopper GPU?"""
+    return _capability(index)[0] == 9
+
+
+# What torch.compiler.assume_constant_result does; calling that imports the compiler, which takes a second.
+is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def chosen(what: str, kernel: str, *tensors: torch.Tensor | None) -> bool:

@@ -10,7 +10,6 @@ FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps the results for later runs.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fmegatron.errors import UserError
+from fmegatron.kernels import is_hopper
 
 KERNELS = ("auto", "torch", "triton", "flash4")
 LENGTH = 512  # queries from which "auto" finds it worth being compiled
@@ -44,20 +44,7 @@ INSTALLED = find()
 
 
 def _on_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and _is_hopper(device.index)
-
-
-def _is_hopper(index: int | None) -> bool:
-    return _capability(index)[0] == 9
-
-
-# What torch.compiler.assume_constant_result does; calling that imports the compiler, which takes a second.
-_is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+    return device.type == "cuda" and is_hopper(device.index)
 
 
 def check(kernel: str, q: Tensor) -> None:

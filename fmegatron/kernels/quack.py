@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fmegatron.errors import UserError
+from fmegatron.kernels import is_hopper
 
 NAMES = {
     "silu": "swiglu",
@@ -43,26 +44,13 @@ def find() -> bool:
 INSTALLED = find()
 
 
-def _on_hopper(index: int | None) -> bool:
-    return _capability(index)[0] == 9
-
-
-# What torch.compiler.assume_constant_result does; calling that imports the compiler, which takes a second.
-_on_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
 def takes(x: Tensor, kind: str, hidden: int) -> bool:
     """Is a gated MLP of x[… embed] with `hidden` features computed here?"""
     if not (INSTALLED and kind in NAMES and x.is_cuda and x.dtype == torch.bfloat16):
         return False
     width = x.shape[-1]
     large = x.numel() // width >= ROWS and width >= WIDTH and hidden >= WIDTH
-    return large and width % 8 == 0 and hidden % 8 == 0 and _on_hopper(x.device.index)
+    return large and width % 8 == 0 and hidden % 8 == 0 and is_hopper(x.device.index)
 
 
 @functools.cache

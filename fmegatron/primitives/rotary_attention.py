@@ -14,7 +14,8 @@ from fmegatron.function import apply_function, under_torch_func
 from fmegatron.kernels import flash4
 from fmegatron.primitives._function import graph_wanted, operator
 from fmegatron.primitives.attention import check_form
-from fmegatron.primitives.attention.function import AttentionBackward, attend, gradients
+from fmegatron.primitives.attention.cuda import Form
+from fmegatron.primitives.attention.function import AttentionBackward, attend, gradients, make_mask
 from fmegatron.primitives.attention.sinks import sinks_gradient
 from fmegatron.primitives.rotary import apply_rotary_both, check_table, has_turn, split_qkv, turn_in_place
 
@@ -172,9 +173,8 @@ def _gradient(
     """The gradient of y before it was turned, given it turned."""
     gy = torch.empty_like(y)
     parts, (q, k, v) = split_qkv(gy), split_qkv(y)
-    found = gradients(
-        q, k, v, None, None, segments, None, None, o, lse, go, glse, causal, window, scale, softcap, by, into=parts
-    )
+    mask = make_mask(q, k, causal, window, None, None, segments, None)
+    found = gradients(q, k, v, mask, None, o, lse, go, glse, Form(scale, softcap, by), into=parts)
     for part, g in zip(parts, found, strict=True):
         if g is not part:
             part.copy_(g)

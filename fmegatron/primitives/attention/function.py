@@ -148,7 +148,7 @@ def attend(
     softcap: float | None,
     by: str = "auto",  # the kernel (inductor has an argument of that name itself)
 ) -> tuple[Tensor, Tensor]:
-    mask = _mask(q, k, causal, window, positions, kv_positions, segments, kv_segments)
+    mask = make_mask(q, k, causal, window, positions, kv_positions, segments, kv_segments)
     if softcap is None and q.device.type == "cpu":
         o, lse = cpu.forward(q, k, v, mask, scale)
     elif (calls := cuda.calls(q, mask, form := cuda.Form(scale, softcap, by))) is not None:
@@ -183,8 +183,8 @@ def _attention_backward(
     softcap: float | None,
     by: str = "auto",  # the kernel (inductor has an argument of that name itself)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    masks = positions, kv_positions, segments, kv_segments, cu_seqlens
-    return gradients(q, k, v, *masks, o, lse, go, glse, causal, window, scale, softcap, by)
+    mask = make_mask(q, k, causal, window, positions, kv_positions, segments, kv_segments)
+    return gradients(q, k, v, mask, cu_seqlens, o, lse, go, glse, cuda.Form(scale, softcap, by))
 
 
 @_attention_backward.register_fake
@@ -196,34 +196,27 @@ def gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    positions: Tensor | None,
-    kv_positions: Tensor | None,
-    segments: Tensor | None,
-    kv_segments: Tensor | None,
+    mask: Mask,
     cu_seqlens: Tensor | None,
     o: Tensor,
     lse: Tensor,
     go: Tensor,
     glse: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    kernel: str,
+    form: cuda.Form,
+    *,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gq, gk, gv), which are those of `into` where the kernel can write there, as flash-attn-4's can (see
     `cuda.backward`)."""
-    mask = _mask(q, k, causal, window, positions, kv_positions, segments, kv_segments)
     if glse is None:
-        if softcap is None and q.device.type == "cpu":
-            return cpu.backward(q, k, v, mask, scale, o, lse, go)
-        if (calls := cuda.calls(q, mask, form := cuda.Form(scale, softcap, kernel))) is not None:
+        if form.softcap is None and q.device.type == "cpu":
+            return cpu.backward(q, k, v, mask, form.scale, o, lse, go)
+        if (calls := cuda.calls(q, mask, form)) is not None:
             return cuda.backward(q, k, v, calls, cu_seqlens, form, o, lse, go, into=into)
-    return blocks.backward(q, k, v, mask, scale, softcap, o, lse, go, glse)
+    return blocks.backward(q, k, v, mask, form.scale, form.softcap, o, lse, go, glse)
 
 
-def _mask(q: Tensor, k: Tensor, causal: bool, window: int | None, *tensors: Tensor | None) -> Mask:
+def make_mask(q: Tensor, k: Tensor, causal: bool, window: int | None, *tensors: Tensor | None) -> Mask:
     """Blocks are chosen by values of positions and documents too, where these lie on the CPU; elsewhere, where looking
     waits for the device, for a window only."""
     given = [t for t in tensors if t is not None]
