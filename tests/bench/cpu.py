@@ -17,12 +17,12 @@ pair. Printed are the median of the pairs' ratios and the interval that holds th
 process spent on a processor, which other processes disturb least; `--clock wall` takes the time of day, for several
 threads on a quiet machine.
 
-Ratios with one thread, torch 2.13, and the upper end of the interval, on a machine of which others had a part:
+Ratios with one thread, torch 2.13, and the upper end of the interval:
 
                                   as it is          recorded
-    host, forward and backward    1.80 (1.92)       0.69 (0.71)
-    host, whole step              1.70 (1.83)       0.67 (0.73)
-    train                         0.91 (0.92)       0.91 (0.94)
+    host, forward and backward    1.65 (1.78)       0.70 (0.74)
+    host, whole step              1.74 (1.85)       0.71 (0.73)
+    train                         0.97 (0.99)       0.95 (0.98)
 
 The whole step of `host` comes to 558 calls of torch's dispatcher, of which a recording plays 362, in 1290 µs (the least
 of 200 runs); 1500 with the batch, the numbers and the metrics around it, where the peer takes 2060.
